@@ -241,10 +241,11 @@ def without_blend(settings: Any) -> Any:
 def parse_settings(text: str) -> dict[str, Any]:
     """The settings in a text such as "window=16,proportional,ratio=0.7", as arguments of `ToMeConfig`.
 
-    A name without a value is True; "none" is None.
+    A name without a value is True; "none" is None. `ToMeConfig` checks the values, because further settings, such as a
+    ratio, may join these.
 
     Raises:
-        ToMeConfigError: a name is not a setting, or the settings are not allowed together.
+        ToMeConfigError: a name is not a setting.
     """
     settings: dict[str, Any] = {}
     names = [f.name for f in fields(ToMeConfig)]
@@ -253,7 +254,6 @@ def parse_settings(text: str) -> dict[str, Any]:
         if name not in names or name in settings:
             raise ToMeConfigError(f"{text!r:.200}: {name!r} is not a setting or is repeated: use {', '.join(names)}.")
         settings[name] = _WORDS[value.lower()] if value.lower() in _WORDS else _number(value)
-    ToMeConfig(**settings)
     return settings
 
 

@@ -175,7 +175,7 @@ def test_settings_as_text(text, settings):
 @pytest.mark.parametrize("text", ["", "windows=8", "window=8,window=8", "window=8.5", "match=grid", "ratio"])
 def test_settings_as_text_that_are_not_allowed(text):
     with pytest.raises(ToMeConfigError):
-        parse_settings(text)
+        ToMeConfig(**parse_settings(text))
 
 
 def test_numpy_numbers_are_converted():

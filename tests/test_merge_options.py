@@ -4,9 +4,11 @@ import argparse
 
 import pytest
 
-from ppdiffusers_tome import ToMeConfig
+from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands.merge_options import add_merge_options, merge_configs, read_methods
+from ppdiffusers_tome.evaluation.quality.image_sets import list_image_sets
+from ppdiffusers_tome.evaluation.speed.cases import make_configs
 
 TUNED = ToMeConfig(ratio=0.6, window=4, min_tokens=1024)
 
@@ -46,6 +48,18 @@ def test_one_way_to_merge_at_its_own_ratio_or_at_several(text, expected):
     assert merge_configs(parse("--merging", text, is_single=True)) == [ToMeConfig(**expected)]
     configs = merge_configs(parse("--merging", text, "--ratio", "0.5", "0", is_single=True))
     assert configs == [ToMeConfig(**{**expected, "ratio": ratio}) for ratio in (0.5, 0)]
+
+
+def test_settings_are_checked_together_with_the_ratio():
+    """match=grid does not allow the default ratio."""
+    todo = "merge_attn=kv,match=grid"
+    configs = merge_configs(parse("--ratio", "0.75", "0", "--merging", todo, is_single=True))
+    assert configs == [ToMeConfig(ratio, merge_attn="kv", match="grid") for ratio in (0.75, 0)]
+    methods = read_methods(parse("--merging", todo, is_single=False))
+    assert [config.match for config in make_configs([0.75], [None], methods)] == ["grid"]  # bench
+    assert list_image_sets([0.75], [], methods=methods)[-1].config == configs[0]  # evaluate
+    with pytest.raises(ToMeConfigError, match="ratio=0.5 is not allowed with match='grid'"):
+        merge_configs(parse("--merging", todo, is_single=True))
 
 
 def test_defaults_and_files_are_ways_to_merge_too(tuned):

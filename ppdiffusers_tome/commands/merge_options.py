@@ -27,10 +27,11 @@ def add_merge_options(group: argparse._ActionsContainer, about: str, is_single: 
 def read_methods(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The ways to merge that the options name, each as arguments of `ToMeConfig`: those of files, then the others.
 
-    A file always names its ratio. Its other settings are left out where they have their default values.
+    A file always names its ratio. Its other settings are left out where they have their default values. `ToMeConfig`
+    checks the values of --merging, together with a ratio from another option.
 
     Raises:
-        ToMeConfigError: a file cannot be read, or a setting does not exist or is not allowed.
+        ToMeConfigError: a file cannot be read, or a setting does not exist.
     """
     of_files = [ToMeConfig.load(path).changed_settings() for path in options.config]
     return of_files + [parse_settings(text) for text in options.merging]
@@ -42,7 +43,7 @@ def merge_configs(options: argparse.Namespace) -> list[ToMeConfig]:
     Without --ratio it has its own ratio, or the default.
 
     Raises:
-        ToMeConfigError: as `read_methods`, or a ratio is not allowed.
+        ToMeConfigError: as `read_methods`, or a setting or a ratio is not allowed.
     """
     methods = read_methods(options)
     settings = methods[0] if methods else {}
