@@ -48,20 +48,23 @@ class _PerThread(threading.local):
 class _Pass(_PerThread):
     block: nn.Layer | None = None  # the one that runs
     plan: MergePlan | None = None  # of that block; None if nothing merges
-    is_for_gpu = False  # whether what runs becomes a program for GPUs
+    is_for_gpu: bool | None = None  # whether what runs becomes a program for GPUs; None: as its device suggests
 
 
 _current = _Pass()
 
 
 @contextmanager
-def merging_for_gpu() -> Iterator[None]:
-    """Merge by the operations that suit a GPU in this thread, whatever its device: programs may run on one later."""
-    _current.is_for_gpu = True
+def merging_for_gpu(is_for_gpu: bool = True) -> Iterator[None]:
+    """Merge by the operations that suit a GPU in this thread, or a CPU, whatever its device.
+
+    Programs may run on another device later. Leaving the context restores what was chosen before.
+    """
+    before, _current.is_for_gpu = _current.is_for_gpu, is_for_gpu
     try:
         yield
     finally:
-        _current.is_for_gpu = False
+        _current.is_for_gpu = before
 
 
 class Cache:
@@ -89,7 +92,7 @@ class Cache:
 
 def is_for_gpu() -> bool:
     """Whether what runs in this thread becomes a program for GPUs: see `merging_for_gpu`."""
-    return _current.is_for_gpu
+    return bool(_current.is_for_gpu)
 
 
 def current_plan() -> MergePlan | None:
@@ -311,5 +314,12 @@ class BlockWrap(Wrap):
 
 
 def _suits_gpu(metric: paddle.Tensor) -> bool:
-    """Whether to merge by the operations that suit a GPU: the tokens are on one, or the program is for one."""
-    return _current.is_for_gpu or (paddle.in_dynamic_mode() and bool(metric.place.is_gpu_place()))
+    """Whether to merge by the operations that suit a GPU: as `merging_for_gpu` says, or the tokens are on one.
+
+    Tokens that are traced are nowhere yet. The current device decides, so that a program equals eager mode there.
+    """
+    if _current.is_for_gpu is not None:
+        return _current.is_for_gpu
+    if paddle.in_dynamic_mode():
+        return bool(metric.place.is_gpu_place())
+    return paddle.get_device().startswith("gpu")

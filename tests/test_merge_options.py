@@ -58,7 +58,7 @@ def test_settings_are_checked_together_with_the_ratio():
     methods = read_methods(parse("--merging", todo, is_single=False))
     assert [config.match for config in make_configs([0.75], [None], methods)] == ["grid"]  # bench
     assert list_image_sets([0.75], [], methods=methods)[-1].config == configs[0]  # evaluate
-    with pytest.raises(ToMeConfigError, match="ratio=0.5 is not allowed with match='grid'"):
+    with pytest.raises(ToMeConfigError, match=r"ratio=0\.5 is not allowed with match='grid'"):
         merge_configs(parse("--merging", todo, is_single=True))
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -178,8 +177,7 @@ def write_export(
     sizes = sizes_of(pipe, sizes)
     image_to_image = image_to_image or READERS[type(pipe).__name__][0] is None
     planned = list_programs(sizes, merging, is_xl(pipe), image_to_image, merge_map)
-    operations = merging_for_gpu() if for_gpu else nullcontext()
-    with replacing(folder) as partial, Converter() as converter, operations:
+    with replacing(folder) as partial, Converter() as converter, merging_for_gpu(for_gpu):
         export = partial if layout is None else partial / "export"
         states = layout is not None
         writer = _Writer(pipe, merging, sizes[0], export, EXPORT_FORMATS[format], converter, linked, states)

@@ -13,6 +13,7 @@ import numpy as np
 import paddle
 from paddle import nn
 from paddle.static import InputSpec
+from ppdiffusers.models.attention_processor import AttnProcessor, XFormersAttnProcessor
 
 from ..errors import ToMeExportError
 from ..models import find_blocks
@@ -50,7 +51,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Traceable:
-    """A layer to trace, in float32, and its inputs, by keyword. Tracing may modify the layer."""
+    """A layer to trace, in float32 on the CPU, and its inputs, by keyword. Tracing may modify the layer."""
 
     layer: nn.Layer
     inputs: tuple[Input, ...]
@@ -257,10 +258,16 @@ def _convertible(vae: nn.Layer) -> nn.Layer:
 
 
 def _working_copy(model: nn.Layer) -> nn.Layer:
-    """A copy that tracing may modify, in float32: the precision of a program is chosen when it is loaded.
+    """A copy that tracing may modify, on the CPU and in float32: a runtime chooses device and precision.
 
-    It shares weights that are float32 already, which tracing only reads.
+    It shares weights that are there in float32 already, which tracing only reads.
     """
-    shared = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dtype == paddle.float32]
+    tensors = [*model.parameters(), *model.buffers()]
+    shared = [tensor for tensor in tensors if tensor.dtype == paddle.float32 and tensor.place.is_cpu_place()]
     copied = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+    if any(not tensor.place.is_cpu_place() for tensor in tensors):
+        copied._to_impl(device="cpu", include_sublayers=True, floating_only=False)  # ppdiffusers' to() leaves integers
+    for layer in copied.sublayers():
+        if type(getattr(layer, "processor", None)) is XFormersAttnProcessor:  # the default where there is a GPU
+            layer.set_processor(AttnProcessor())  # the kernel of the other is for GPUs alone
     return copied.float()  # not astype("float32"), which does nothing on Paddle 3 (Paddle #76614)
