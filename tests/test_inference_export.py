@@ -28,6 +28,7 @@ from ppdiffusers_tome.inference import (
     parse_size,
     programs,
     read_manifest,
+    replacement,
     tracing,
 )
 from ppdiffusers_tome.inference import export as export_module
@@ -275,6 +276,35 @@ def test_program_that_differs_is_an_error(tiny, tmp_path):
     finally:
         hook.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("starts_late", [True, False])
+def test_two_exports_into_one_new_folder(exported_folder, tiny, tmp_path, monkeypatch, starts_late):
+    """One is written and the other an error: at once, or at its end where both have started at the same time."""
+    linked = [(exported_folder, file) for file in read_manifest(exported_folder).programs]
+    copy_parts, folder, written = export_module.copy_parts, tmp_path / "out", []
+
+    def write(ratio):
+        settings = {"image_to_image": True, "linked": linked}
+        written.append(export(tiny, folder, ratio, [(32, 32)], **settings))
+
+    def write_another_first(*arguments):
+        monkeypatch.setattr(export_module, "copy_parts", copy_parts)
+        copy_parts(*arguments)
+        if starts_late:
+            with pytest.raises(ToMeExportError, match=r"out cannot be written \(another process is writing it now\)"):
+                write(0)
+        else:
+            monkeypatch.setattr(replacement, "_is_in_use", lambda _: False)
+            write(0)
+
+    monkeypatch.setattr(export_module, "copy_parts", write_another_first)
+    if starts_late:
+        write(0.5)
+    else:
+        with pytest.raises(FileExistsError, match="out was written by another process in the meantime"):
+            write(0.5)
+    assert [read_manifest(folder, verify=True)] == written and [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_failing_overwrite_keeps_the_earlier_export(exported_folder, tiny, tmp_path, monkeypatch):

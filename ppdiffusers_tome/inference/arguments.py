@@ -108,7 +108,7 @@ def _check_output(folder: Path, overwrite: bool, format: str) -> None:
         check_converter()
     restore(folder)
     try:
-        check_replaceable(folder)
+        check_replaceable(folder, overwrite)
     except OSError as error:
         raise ToMeExportError(f"{folder} cannot be written ({error.strerror or error}): pass another.") from error
     if folder.exists() and not folder.is_dir():

@@ -120,7 +120,7 @@ def export_pipeline(
         NoMergeableLayerError: there is nothing to merge with these settings.
         ToMeExportError: this pipeline or this Paddle cannot be exported, or a program differs from the model by more
             than 1e-5 of its largest output.
-        OSError: the files cannot be written.
+        OSError: the files cannot be written, or another process has written the folder in the meantime.
 
     Example:
         >>> export_pipeline(pipe, "build/emoji", ratios=(0.5, 0), sizes=[(128, 128), (192, 128)])
@@ -177,7 +177,7 @@ def write_export(
     sizes = sizes_of(pipe, sizes)
     image_to_image = image_to_image or READERS[type(pipe).__name__][0] is None
     planned = list_programs(sizes, merging, is_xl(pipe), image_to_image, merge_map)
-    with replacing(folder) as partial, Converter() as converter, merging_for_gpu(for_gpu):
+    with replacing(folder, overwrite) as partial, Converter() as converter, merging_for_gpu(for_gpu):
         export = partial if layout is None else partial / "export"
         states = layout is not None
         writer = _Writer(pipe, merging, sizes[0], export, EXPORT_FORMATS[format], converter, linked, states)
