@@ -18,6 +18,7 @@ from ppdiffusers import (
     StableDiffusionControlNetPipeline,
     StableDiffusionImg2ImgPipeline,
     StableDiffusionInpaintPipeline,
+    StableDiffusionXLImg2ImgPipeline,
     StableDiffusionXLPipeline,
 )
 from zoo.parts import (
@@ -26,6 +27,7 @@ from zoo.parts import (
     SDXL,
     controlnet,
     sdxl,
+    sdxl_refiner,
     stable_diffusion,
     text_encoder_with_projection,
     unet,
@@ -34,7 +36,7 @@ from zoo.parts import (
 from ppdiffusers_tome import ToMeConfigError, ToMeExportError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import export as export_command
-from ppdiffusers_tome.inference import export_pipeline, read_manifest
+from ppdiffusers_tome.inference import diffusers_layout, export_pipeline, read_manifest
 from ppdiffusers_tome.inference.diffusers_layout import MARK, DiffusersLayout
 from ppdiffusers_tome.inference.onnx_weights import external_places
 from ppdiffusers_tome.inference.runtime import FUSED_TOLERANCE, load_module
@@ -228,6 +230,22 @@ def test_sdxl_returns_the_states_of_all_layers(tmp_path):
             eager = encoder(paddle.to_tensor(ids), output_hidden_states=True, return_dict=True)
         for key, expected in [*zip(first, eager[:2], strict=True), *zip(states, eager.hidden_states, strict=True)]:
             assert relative_difference(outputs[key], expected.numpy()) < 1e-4, key
+
+
+def test_the_refiner_of_sdxl(tmp_path):
+    """Its classes are those of stable-diffusion-xl-refiner-1.0. OpenVINO GenAI needs the first text encoder."""
+    pipe, folder = StableDiffusionXLImg2ImgPipeline(**sdxl_refiner()), tmp_path / "out"
+    export_pipeline(pipe, folder, 0.5, [(32, 32)], layout="diffusers", progress=False)
+    index = read(folder, "model_index.json")
+    assert index["text_encoder"] == index["tokenizer"] == [None, None]
+    assert index["text_encoder_2"] == ["transformers", "CLIPTextModelWithProjection"]
+    assert index["requires_aesthetics_score"] is True
+    assert values(model(folder, "unet").graph.input)["time_ids"] == ("FLOAT", ["batch_size", 5])
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == {
+        *("unet", "vae_decoder", "vae_encoder", "text_encoder_2", "tokenizer_2", "scheduler")
+    }
+    readme = diffusers_layout._readme(DiffusersLayout("openvino"), pipe, index[MARK], has_encoder=True)
+    assert "OVStableDiffusionXLImg2ImgPipeline" in readme and "openvino_genai" not in readme
 
 
 # Configs

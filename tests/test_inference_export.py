@@ -13,17 +13,24 @@ import numpy as np
 import paddle
 import pytest
 from conftest import MIN_THREADS, ONNX_SETTINGS, export_linked, tiny_pipeline, traces
-from ppdiffusers import DiffusionPipeline, StableDiffusionControlNetPipeline, StableDiffusionPipeline
+from ppdiffusers import (
+    DiffusionPipeline,
+    StableDiffusionControlNetPipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLImg2ImgPipeline,
+)
 from ppdiffusers.pipelines.controlnet import MultiControlNetModel
-from zoo.parts import ONE_LEVEL, controlnet, stable_diffusion, unet
+from zoo.parts import ONE_LEVEL, controlnet, sdxl_refiner, stable_diffusion, unet
 
 from ppdiffusers_tome import NoMergeableLayerError, ToMeConfig, ToMeConfigError, ToMeExportError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import export as export_command
+from ppdiffusers_tome.generation.engine import load_engine
 from ppdiffusers_tome.inference import (
     PaddleRuntime,
     ProgramFile,
     Size,
+    export_pipeline,
     load_pipeline,
     parse_size,
     programs,
@@ -249,6 +256,46 @@ def test_ratios_that_are_equal_to_six_digits_are_one(exported_folder, tiny):
     configs = merging_of(tiny, configs, controlnet=True)
     assert list(configs) == [1 - 1 / 6, 0.0] and find_ratio(0.833333, configs) == 1 - 1 / 6
     assert ratio_name([*configs][1]) == "0"
+
+
+# Pipelines without some components
+
+
+def test_the_refiner_of_sdxl(tmp_path):
+    pipe = StableDiffusionXLImg2ImgPipeline(**sdxl_refiner())
+    folder = tmp_path / "out"
+    manifest = export(pipe, folder, 0.5, [(32, 32)])
+    assert [file.model for file in manifest.programs] == ["unet", "text_encoder_2", "vae_decoder", "vae_encoder"]
+    assert read_manifest(folder, verify=True) == manifest
+    loaded, images = load_pipeline(folder), []
+    assert loaded.text_encoder is None and loaded.config.requires_aesthetics_score is True
+    pipe.apply_tome(0.5)
+    for one in (pipe, loaded):
+        paddle.seed(0)
+        image = paddle.linspace(0, 1, 3 * 32 * 32).reshape([1, 3, 32, 32])
+        settings = {"num_inference_steps": 2, "strength": 0.5, "output_type": "np"}
+        images.append(one("a fox", image=image, generator=paddle.Generator().manual_seed(0), **settings).images)
+    np.testing.assert_allclose(*images, atol=1e-4)
+    with pytest.raises(ToMeConfigError, match="SDXL's refiner, which needs an image in every call: it cannot be"):
+        load_engine(folder)
+
+
+@pytest.mark.parametrize("layout", ["ppdiffusers", "diffusers"])
+@pytest.mark.parametrize("name", ["unet", "vae", "scheduler", "text_encoder", "tokenizer"])
+def test_components_that_are_none(tiny, tmp_path, layout, name):
+    pipe = StableDiffusionPipeline(**tiny.components, requires_safety_checker=False)
+    pipe.register_modules(**{name: None})
+    with pytest.raises(ToMeExportError, match=f"the pipeline's {name} is None"):
+        export_pipeline(pipe, tmp_path / "out", 0.5, [(32, 32)], layout=layout, progress=False)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["text_encoder_2", "tokenizer_2"])
+def test_what_the_refiner_needs(tmp_path, name):
+    pipe = StableDiffusionXLImg2ImgPipeline(**sdxl_refiner())
+    pipe.register_modules(**{name: None})
+    with pytest.raises(ToMeExportError, match=f"the pipeline's {name} is None"):
+        export(pipe, tmp_path / "out", 0.5, [(32, 32)])
 
 
 # Errors leave nothing behind

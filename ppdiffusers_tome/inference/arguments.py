@@ -15,11 +15,12 @@ from ..models import latent_grid, vae_factor
 from ..patch import config_of
 from .conversion import check_converter
 from .diffusers_layout import DiffusersLayout, check_single, is_layout
-from .manifest import FORMATS, MANIFEST, READERS, Configs, Size, ratio_name
+from .manifest import FORMATS, MANIFEST, READERS, TEXT_ENCODERS, Configs, Size, ratio_name
 from .models import ExportedUNet
 from .replacement import check_replaceable, restore
 
 EXPORT_FORMATS = {"paddle": FORMATS[:1], "onnx": FORMATS[1:], "both": FORMATS}  # argument → formats of the programs
+NEEDED = ("unet", "vae", "scheduler", *TEXT_ENCODERS, "tokenizer", "tokenizer_2", "controlnet")  # components
 STEP = 8  # px: ppdiffusers' pipelines reject a height or width that is not a multiple of it, whatever the VAE
 
 
@@ -146,6 +147,12 @@ def check_merge_map(pipe: DiffusionPipeline, configs: dict[float, Configs]) -> N
 
 
 def _check_components(pipe: DiffusionPipeline) -> None:
+    optional = ("text_encoder", "tokenizer") if is_xl(pipe) else ()  # SDXL's refiner has only the second ones
+    for name in NEEDED:
+        if name in pipe.config and name not in optional and vars(pipe).get(name) is None:
+            raise ToMeExportError(
+                f"the pipeline's {name} is None, so it cannot be exported: load the pipeline with a {name}."
+            )
     if vars(pipe).get("safety_checker") is not None:
         raise ToMeExportError(
             "the pipeline's safety checker cannot be exported: to export without it, load the pipeline with "

@@ -20,7 +20,7 @@ from .._version import __version__
 from ..config import ToMeConfig
 from ..errors import ToMeConfigError, ToMeExportError
 from ..models import vae_factor
-from .manifest import Configs, ProgramFile, Size, ratio_name
+from .manifest import TEXT_ENCODERS, Configs, ProgramFile, Size, ratio_name
 from .onnx_weights import external_places, set_places
 from .runtime import load_module
 
@@ -223,7 +223,7 @@ def check_loadable(pipe: DiffusionPipeline, merge_map: bool) -> None:
             f"{class_name} cannot be exported with layout='diffusers': Optimum and OpenVINO GenAI load "
             f"{', '.join(CLASSES)}. Leave out the layout, and load the export with load_pipeline."
         )
-    for name in _text_encoders(pipe):
+    for name in text_encoders(pipe):
         if type(getattr(pipe, name)).__name__ not in TEXT_OUTPUTS:
             raise ToMeExportError(
                 f"{name} is a {type(getattr(pipe, name)).__name__}, which the loaders of layout='diffusers' do not "
@@ -292,13 +292,14 @@ def write_layout(
     (folder / "README.md").write_text(_readme(layout, pipe, about, "vae_encoder" in files), encoding="utf-8")
 
 
-def _text_encoders(pipe: DiffusionPipeline) -> list[str]:
-    return [name for name in ("text_encoder", "text_encoder_2") if vars(pipe).get(name) is not None]
+def text_encoders(pipe: DiffusionPipeline) -> list[str]:
+    """The names of a pipeline's text encoders: one in Stable Diffusion, two in SDXL, the second in SDXL's refiner."""
+    return [name for name in TEXT_ENCODERS if vars(pipe).get(name) is not None]
 
 
 def _outputs(model: str, pipe: DiffusionPipeline) -> tuple[str, ...]:
     """The names of a model's outputs; if the program has more, they are the states of the text encoder's layers."""
-    if model in _text_encoders(pipe):
+    if model in text_encoders(pipe):
         layers = range(getattr(pipe, model).config.num_hidden_layers + 1)
         states = [f"hidden_states.{layer}" for layer in layers] if "text_encoder_2" in pipe.config else []
         return (*TEXT_OUTPUTS[type(getattr(pipe, model)).__name__], *states)
@@ -453,7 +454,7 @@ def _config(model: str, pipe: DiffusionPipeline, size: Size, has_encoder: bool) 
             side, because diffusers' pipelines for image-to-image and inpainting compare it with one; those for SDXL
             multiply it (0.39.0).
     """
-    if model in _text_encoders(pipe):
+    if model in text_encoders(pipe):
         encoder = getattr(pipe, model)
         config = {name: getattr(encoder.config, name) for name in TEXT_CONFIG if hasattr(encoder.config, name)}
         return config | {"architectures": [type(encoder).__name__], "model_type": "clip_text_model"}
@@ -485,11 +486,12 @@ def _model_index(pipe: DiffusionPipeline) -> dict[str, Any]:
         "unet": ["diffusers", "UNet2DConditionModel"],
         "vae": ["diffusers", "AutoencoderKL"],
     }
-    for name in _text_encoders(pipe):
+    for name in text_encoders(pipe):
         index[name] = ["transformers", type(getattr(pipe, name)).__name__]
     for name in ("tokenizer", "tokenizer_2"):
         if vars(pipe).get(name) is not None:
             index[name] = ["transformers", "CLIPTokenizer"]
+    index = {"text_encoder": [None, None], "tokenizer": [None, None]} | index  # as in SDXL's refiner
     if "text_encoder_2" in pipe.config:
         return index | {name: pipe.config[name] for name in PASSED if name in pipe.config}
     none = {"feature_extractor": [None, None], "image_encoder": [None, None], "safety_checker": [None, None]}
@@ -511,11 +513,8 @@ def _readme(layout: DiffusersLayout, pipe: DiffusionPipeline, about: Mapping[str
     else:
         arguments = f"{arguments}, {sides}"
     if layout.format == "openvino":
-        kind, form, snippets = (
-            "OpenVINO",
-            "Attention is computed step by step; OpenVINO fuses it.",
-            [OPTIMUM_INTEL, GENAI],
-        )
+        kind, form = "OpenVINO", "Attention is computed step by step; OpenVINO fuses it."
+        snippets = [OPTIMUM_INTEL, *([GENAI] if "text_encoder" in text_encoders(pipe) else [])]  # not SDXL's refiner
     elif layout.runtime == "onnxruntime":
         kind, snippets = "ONNX", [OPTIMUM, ONNX_RUNTIME]
         form = (

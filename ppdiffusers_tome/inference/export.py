@@ -34,7 +34,7 @@ from .arguments import (
     sizes_of,
 )
 from .conversion import Converter
-from .diffusers_layout import DiffusersLayout, check_loadable, choose_layout, write_layout
+from .diffusers_layout import DiffusersLayout, check_loadable, choose_layout, text_encoders, write_layout
 from .loading import DEFAULTS
 from .manifest import (
     CONFIGS,
@@ -176,7 +176,7 @@ def write_export(
         check_merge_map(pipe, merging)
     sizes = sizes_of(pipe, sizes)
     image_to_image = image_to_image or READERS[type(pipe).__name__][0] is None
-    planned = list_programs(sizes, merging, is_xl(pipe), image_to_image, merge_map)
+    planned = list_programs(sizes, merging, text_encoders(pipe), image_to_image, merge_map)
     with replacing(folder, overwrite) as partial, Converter() as converter, merging_for_gpu(for_gpu):
         export = partial if layout is None else partial / "export"
         states = layout is not None
@@ -316,7 +316,8 @@ def _traceable(
         return programs.text_encoder(getattr(pipe, model), is_xl(pipe), all_states)
     controlnet = controlnet_of(pipe)
     is_map = model == "merge_map"
-    traceable = programs.merge_map(pipe.unet) if is_map else programs.denoiser(pipe.unet, controlnet)
+    time_ids = 5 if pipe.config.get("requires_aesthetics_score") else 6  # of SDXL, which then has no target size
+    traceable = programs.merge_map(pipe.unet) if is_map else programs.denoiser(pipe.unet, controlnet, time_ids)
     config, controlnet_config = merging[planned.ratio]
     detach(traceable.layer)  # the wraps of the originals, which were copied too
     if config is not None:
@@ -345,7 +346,7 @@ def copy_parts(pipe: DiffusionPipeline, folder: Path, image_to_image: bool) -> N
         if component is not None:
             component.save_pretrained(str(folder / name))
     for name, subfolder in CONFIGS.items():
-        if name in pipe.config:
+        if vars(pipe).get(name) is not None:
             _write_json(folder / subfolder / "config.json", _config(getattr(pipe, name)))
     if controlnet_of(pipe) is not None:
         _write_json(folder / CONTROLNET_CONFIG / "config.json", _config(controlnet_of(pipe)))

@@ -21,6 +21,7 @@ from .replacement import earlier_folder
 MANIFEST = "tome.json"
 # The folder of each model's config: ppdiffusers reads it from beside a program.
 CONFIGS = {"unet": "unet", "text_encoder": "text_encoder", "text_encoder_2": "text_encoder_2", "vae": "vae_decoder"}
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 CONTROLNET_CONFIG = "controlnet"
 COPIED = ("tokenizer", "tokenizer_2", "scheduler", "feature_extractor")  # components that are not models
 FORMATS = ("paddle", "onnx")
@@ -151,15 +152,17 @@ class Manifest:
             raise ValueError(f"it has the ratio schedule {schedule!r:.60}, and there are none since release 3.0")
         if (version := self.versions.get("ppdiffusers_tome", "")).startswith("0."):
             raise ValueError(f"it is of release {version}, and exports before 1.0 are not read any more")
-        is_xl = "XL" in self.pipeline
-        expected = list_programs(self.sizes, self.ratios, is_xl, self.image_to_image, self.merge_map).values()
+        encoders = [name for name in TEXT_ENCODERS if self.programs_of(name)]
+        last = "text_encoder_2" if "XL" in self.pipeline else "text_encoder"  # SDXL's refiner has no other
+        expected = list_programs(self.sizes, self.ratios, encoders, self.image_to_image, self.merge_map).values()
         paths = {path for file in self.programs for path in file.paths}
         is_consistent = {
             "pipeline": self.pipeline in READERS,
             "residuals": ("ControlNet" in self.pipeline) == self.controlnet,
             "vae_factor": not any(side % self.vae_factor for size in self.sizes for side in size),
             "merging": list(self.merging) == [ratio_name(ratio) for ratio in self.ratios],
-            "programs": [file.place for file in self.programs] == [file.place for file in expected],
+            "programs": [file.place for file in self.programs] == [file.place for file in expected]
+            and encoders[-1:] == [last],
             "formats": all(file.formats == self.formats for file in self.programs) and bool(self.formats),
             "files": {*paths, "model_index.json"} <= set(self.files),
         }
@@ -209,15 +212,21 @@ class Manifest:
 
 
 def list_programs(
-    sizes: Collection[Size], ratios: Collection[float], is_xl: bool, image_to_image: bool, merge_map: bool = False
+    sizes: Collection[Size],
+    ratios: Collection[float],
+    encoders: Iterable[str],
+    image_to_image: bool,
+    merge_map: bool = False,
 ) -> dict[str, ProgramFile]:
     """The programs of an export, in order, without their files; the keys are the folders to write them to.
 
     The folder of the first UNet is "unet", because ppdiffusers reads that one; only this package reads the others,
     whose folders have the names of the programs.
+
+    Args:
+        encoders: those of TEXT_ENCODERS that the pipeline has.
     """
-    models = ["text_encoder", *(["text_encoder_2"] if is_xl else [])]
-    models += ["vae_decoder", *(["vae_encoder"] if image_to_image else [])]
+    models = [*encoders, "vae_decoder", *(["vae_encoder"] if image_to_image else [])]
     unets = [ProgramFile("unet", size=size, ratio=ratio) for size in sizes for ratio in ratios]
     maps = [ProgramFile("merge_map", size=file.size, ratio=file.ratio) for file in unets if merge_map and file.ratio]
     first, *others = [*unets, *map(ProgramFile, models), *maps]

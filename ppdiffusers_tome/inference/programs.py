@@ -170,8 +170,12 @@ class MergeMap(nn.Layer):
         return plan.source_rows.reshape([-1, plan.tokens])
 
 
-def unet_inputs(unet: nn.Layer) -> tuple[Input, ...]:
-    """The inputs of the UNet of Stable Diffusion or SDXL, without those for a ControlNet."""
+def unet_inputs(unet: nn.Layer, time_ids: int = 6) -> tuple[Input, ...]:
+    """The inputs of the UNet of Stable Diffusion or SDXL, without those for a ControlNet.
+
+    Args:
+        time_ids: number of SDXL's numbers that are embedded as a time is: sizes, a crop and, in its refiner, a score.
+    """
     config, batch = unet.config, "batch"
     inputs: tuple[Input, ...] = (
         Input("sample", (batch, config.in_channels, "latent_height", "latent_width")),
@@ -179,14 +183,17 @@ def unet_inputs(unet: nn.Layer) -> tuple[Input, ...]:
         Input("encoder_hidden_states", (batch, "tokens", config.cross_attention_dim)),
     )
     if config.addition_embed_type == "text_time":
-        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-        inputs += Input("text_embeds", (batch, pooled)), Input("time_ids", (batch, 6), _integers(1024))
+        pooled = config.projection_class_embeddings_input_dim - time_ids * config.addition_time_embed_dim
+        inputs += Input("text_embeds", (batch, pooled)), Input("time_ids", (batch, time_ids), _integers(1024))
     return inputs
 
 
-def denoiser(unet: nn.Layer, controlnet: nn.Layer | None) -> Traceable:
-    """The UNet of Stable Diffusion or SDXL, fused with the ControlNet, if any, for a fixed size. Both are copied."""
-    inputs = unet_inputs(unet)
+def denoiser(unet: nn.Layer, controlnet: nn.Layer | None, time_ids: int = 6) -> Traceable:
+    """The UNet of Stable Diffusion or SDXL, fused with the ControlNet, if any, for a fixed size. Both are copied.
+
+    `time_ids` is that of `unet_inputs`.
+    """
+    inputs = unet_inputs(unet, time_ids)
     if controlnet is not None:
         inputs += (
             Input("controlnet_cond", ("batch", 3, "height", "width"), UNIFORM),
