@@ -8,7 +8,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from .errors import ToMeConfigError
+from .errors import ParameterError, ToMeConfigError
 from .files import write_file
 
 LEVELS = (1, 2, 4, 8)
@@ -315,18 +315,16 @@ def _ratio(value: Any, sx: int, sy: int, is_grid: bool) -> float:
     largest = 1 - 1 / (sx * sy)
     allowed = f"it must be a number from 0 to 1 - 1/(sx·sy) = {largest:g} for sx={sx}, sy={sy}"
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise ToMeConfigError(f"ratio={value!r:.200} is not allowed: {allowed}.")
+        raise ParameterError("ratio", value, f"{allowed}.")
     ratio = float(value)
     if abs(ratio - largest) <= 5e-7:  # as rounded in the message
         ratio = largest
     if not 0 <= ratio <= largest:  # also rejects NaN
         remedy = "; larger sx or sy raise the maximum" if largest < ratio < 1 else ""
-        raise ToMeConfigError(f"ratio={value!r} is not allowed: {allowed}{remedy}.")
+        raise ParameterError("ratio", value, f"{allowed}{remedy}.")
     if is_grid and ratio not in (0, largest):
-        raise ToMeConfigError(
-            f"ratio={value!r} is not allowed with match={GRID!r}, which keeps one token of each cell: it must be "
-            f"1 - 1/(sx·sy) = {largest:g} for sx={sx}, sy={sy}, or 0."
-        )
+        rule = f"with match={GRID!r}, which keeps one token of each cell, it must be 1 - 1/(sx·sy) = {largest:g} for"
+        raise ParameterError("ratio", value, f"{rule} sx={sx}, sy={sy}, or 0.")
     return ratio
 
 
@@ -382,6 +380,6 @@ def controlnet_config(common: ToMeConfig, controlnet: Any) -> ToMeConfig | None:
         return common if controlnet else None
     try:
         return replace(common, ratio=controlnet)
-    except ToMeConfigError as error:
-        allowed = "it must be True, False or a ratio"
-        raise ToMeConfigError(f"controlnet={controlnet!r} is not allowed: {allowed}. {error}") from None
+    except ParameterError as error:
+        rule = error.rule if isinstance(controlnet, Real) else f"it must be True, False or a ratio: {error.rule}"
+        raise ParameterError("controlnet", controlnet, rule) from None

@@ -10,6 +10,7 @@ from paddle import nn
 from ppdiffusers import ControlNetModel, DiffusionPipeline, SD3Transformer2DModel, UNet2DConditionModel
 from ppdiffusers.models.attention import BasicTransformerBlock, JointTransformerBlock
 from ppdiffusers.models.attention_processor import (
+    AttnProcessor,
     JointAttnProcessor2_5,
     LoRAXFormersAttnProcessor,
     XFormersAttnProcessor,
@@ -206,6 +207,13 @@ def is_fused(attention: nn.Layer) -> bool:
     return isinstance(attention.processor, (XFormersAttnProcessor, LoRAXFormersAttnProcessor))
 
 
+def use_ordinary_attention(model: nn.Layer) -> None:
+    """Replace ppdiffusers' default attention on a machine with a GPU, whose kernel a CPU lacks, by that on a CPU."""
+    for layer in model.sublayers():
+        if type(getattr(layer, "processor", None)) is XFormersAttnProcessor:
+            layer.set_processor(AttnProcessor())
+
+
 def splits_heads(attention: nn.Layer) -> bool:
     """Whether a layer's processor is known to use `head_to_batch_dim` and `get_attention_scores`.
 
@@ -279,8 +287,7 @@ def nothing_merges(target: Any) -> str:
             return f"INFERENCE_OPTIMIZE=True has replaced the blocks of {name} by fused ones: load it without"
     return (
         f"nothing merges in {name}: it has no transformer blocks over the pixels of a feature map, as UNets, "
-        "ControlNets, DiT, PixArt, SD3, FLUX, CogVideoX, Wan and HunyuanVideo have them; "
-        "docs/development/families.md lists the pipelines that merge"
+        "ControlNets, DiT, PixArt, SD3, FLUX, CogVideoX, Wan and HunyuanVideo have them"
     )
 
 

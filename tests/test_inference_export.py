@@ -39,7 +39,7 @@ from ppdiffusers_tome.inference import (
     tracing,
 )
 from ppdiffusers_tome.inference import export as export_module
-from ppdiffusers_tome.inference.arguments import merging_of
+from ppdiffusers_tome.inference.arguments import list_sizes, merging_of
 from ppdiffusers_tome.inference.export import unmerged_programs
 from ppdiffusers_tome.inference.loading import require_model_folder
 from ppdiffusers_tome.inference.manifest import find_ratio, ratio_name
@@ -461,13 +461,19 @@ def test_an_export_after_one_that_failed(tmp_path):
         ({"ratios": 0.5, "seed": None}, "seed=None"),
         ({"ratios": (0.5, 0.5000001)}, r"ratios 0\.5 and 0\.5000001 are the same"),
         ({"ratios": ({1.0: 0.5, 0.5: 0.3}, 0.5)}, r"ratio=\{1\.0: 0\.5, 0\.5: 0\.3\} .* must be a number"),
-        ({"sizes": [(32, 33)]}, "size=33x32"),
-        ({"sizes": [(132, 100)]}, "size=100x132 .* multiples of 8 px. The nearest sizes are 96x128 and 104x136"),
-        ({"sizes": [(32, 32), (12, 4)]}, "size=4x12 .* 8x8 and 8x16"),
-        ({"sizes": [(0, 32)]}, "size=32x0"),
+        ({"sizes": [(32, 33)]}, "size='33x32'"),
+        ({"sizes": [(132, 100)]}, "size='100x132' .* multiples of 8 px. The nearest sizes are 96x128 and 104x136"),
+        ({"sizes": [(32, 32), (12, 4)]}, "size='4x12' .* 8x8 and 8x16"),
+        ({"sizes": [(0, 32)]}, "size='32x0'"),
         ({"sizes": []}, "sizes is empty"),
+        ({"sizes": (256, 256)}, r"sizes=\(256, 256\) .* such as \[\(512, 768\)\], or one number"),
+        ({"sizes": "256"}, "sizes='256' is not allowed: it must be a list"),
+        ({"sizes": [(32, 32, 32)]}, "must be a list"),
+        ({"sizes": 32.0}, r"sizes=32\.0 is not allowed"),
+        ({"ratios": "0.5"}, "ratio='0.5' .* must be a number"),
+        ({"ratios": np.float32(0.8)}, r"ratio=.*0\.8.* is not allowed: it must be"),
         ({"format": "tflite"}, "format='tflite'.*'both'"),
-        ({"ratios": 0, "merge_map": True}, "merge_map=True is not allowed without a ratio above 0"),
+        ({"ratios": 0, "merge_map": True}, "merge_map=True is not allowed: without a ratio above 0"),
         ({"ratios": None, "use_rand": False}, "use_rand cannot be set without ratios"),
     ],
 )
@@ -475,6 +481,15 @@ def test_invalid_arguments_are_rejected(tiny, tmp_path, settings, message):
     with pytest.raises(ToMeConfigError, match=message):
         export(tiny, tmp_path / "out", **{"ratios": 0.5, **settings})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_number_is_a_square_and_numbers_may_be_of_numpy(tiny, exported_folder, tmp_path):
+    linked = [(exported_folder, file) for file in read_manifest(exported_folder).programs]
+    settings = {"image_to_image": True, "linked": linked}
+    assert export(tiny, tmp_path / "a", np.float32(0.5), 32, **settings).sizes == (Size(32, 32),)
+    manifest = export(tiny, tmp_path / "b", np.array([0.5, 0]), [np.array([32, 48]).tolist()], **settings)
+    assert manifest.ratios == (0.5, 0) and manifest.sizes == (Size(32, 48),)
+    assert list_sizes([[np.int64(32), 48]]) == [(32, 48)] and list_sizes(np.int64(32)) == [(32, 32)]
 
 
 def test_settings_that_merge_nothing_are_an_error(tmp_path):
@@ -500,7 +515,9 @@ def test_pipelines_that_cannot_be_exported(exported_folder, tmp_path):
         with pytest.raises(ToMeExportError, match=message):
             export(pipe, tmp_path / "out", 0.5)
     controlled = StableDiffusionControlNetPipeline(**stable_diffusion(controlnet=controlnet()))
-    with pytest.raises(ToMeConfigError, match="merge_map=True is not allowed for StableDiffusionControlNetPipeline"):
+    with pytest.raises(
+        ToMeConfigError, match="merge_map=True is not allowed: StableDiffusionControlNetPipeline has no"
+    ):
         export(controlled, tmp_path / "out", 0.5, merge_map=True)
 
 
@@ -549,10 +566,15 @@ def test_command_rejects(options, message, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--ratio", "0.9"], "ratio=0.9 is not allowed"),
+        (["--ratio", "0.9"], "error: --ratio 0.9 is not allowed: it must be a number from 0"),
+        (["--ratio", "0.5", "--merging", "match=grid"], "error: --ratio 0.5 is not allowed: with match='grid'"),
+        (["--merging", "ratio=0.9"], "error: ratio=0.9 is not allowed"),  # as it was written
         (["--ratio", "0.5", "0.5000001"], "ratios 0.5 and 0.5000001 are the same"),
-        (["--controlnet-ratio", "2"], "controlnet=2.0 is not allowed"),
-        (["--size", "132"], "size=132x132 is not allowed"),
+        (["--controlnet-ratio", "2"], "error: --controlnet-ratio 2.0 is not allowed: it must be a number"),
+        (["--size", "132"], "error: --size 132x132 is not allowed"),
+        (["--size", "32x"], "error: --size 32x is not allowed: it must be WIDTHxHEIGHT"),
+        (["--for", "openvino"], "error: --for openvino is not allowed: it is for the layout 'diffusers'"),
+        (["--format", "openvino"], "error: --format openvino is not allowed: it is for the layout 'diffusers'"),
         (["--output", "/proc/x"], "/proc/x cannot be written (No such file or directory): pass another"),
         (["--output", "/proc"], "/proc cannot be written (it is a mount point)"),
         (["--output", f"{__file__}/out"], "cannot be written (Not a directory)"),
@@ -564,6 +586,22 @@ def test_command_checks_its_options_before_it_loads_the_model(options, message, 
     assert main(["export", "--model", "x/y", "--output", str(tmp_path / "new" / "out"), *options]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["export", "compare", "generate", "serve"])
+def test_a_missing_folder_is_not_a_name_of_a_hub(command, tmp_path, monkeypatch, capsys):
+    (tmp_path / "examples").mkdir()
+    monkeypatch.chdir(tmp_path)
+    arguments = {"export": ["--output", "out"], "compare": [], "serve": []}
+    arguments["generate"] = ["--prompts", "prompts.txt", "--output", "out"]
+    (tmp_path / "prompts.txt").write_text("a fox")
+    assert main([command, "--model", "examples/nope_sd", *arguments[command]]) == 2
+    error = capsys.readouterr().err
+    assert "examples/nope_sd does not exist. It is not taken for a hub name" in error or "is not a folder" in error
+    require_model_folder("owner/name", hub_names=True)
+    controlled = ["export", "--model", "owner/name", "--controlnet", "examples/nope_sd", "--output", "out"]
+    assert main(controlled) == 2
+    assert "examples/nope_sd does not exist" in capsys.readouterr().err
 
 
 def test_a_model_folder_is_required(exported_folder, tmp_path):

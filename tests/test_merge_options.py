@@ -58,7 +58,7 @@ def test_settings_are_checked_together_with_the_ratio():
     methods = read_methods(parse("--merging", todo, is_single=False))
     assert [config.match for config in make_configs([0.75], [None], methods)] == ["grid"]  # bench
     assert list_image_sets([0.75], [], methods=methods)[-1].config == configs[0]  # evaluate
-    with pytest.raises(ToMeConfigError, match=r"ratio=0\.5 is not allowed with match='grid'"):
+    with pytest.raises(ToMeConfigError, match=r"ratio=0\.5 is not allowed: with match='grid'"):
         merge_configs(parse("--merging", todo, is_single=True))
 
 
@@ -104,3 +104,23 @@ def test_an_export_merges_in_one_way(tuned, capsys):
     assert "not allowed with argument" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         parse("--merging", "sx=4", "sx=3", is_single=True)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--merge-attn kv", "--merge-attn is not an option since release 3.0: write --merging merge_attn=kv"),
+        ("--window 8 --sx 4", "--window is not an option since release 3.0: write --merging window=8"),
+        ("--no-rand", "--no-rand is not an option since release 3.0: write --merging use_rand=false"),
+        ("--merge-mlp --ratio 0.5", "write --merging merge_mlp\n"),
+        ("--blend 1", "leave it out"),
+    ],
+)
+def test_options_of_2_name_what_replaced_them(option, message, capsys):
+    for place in ([], ["--ratio", "0.5"]):
+        with pytest.raises(SystemExit):
+            main(["export", "--model", "x", "--output", "y", *place, *option.split()])
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["export", "--help"])
+    assert option.split()[0] not in capsys.readouterr().out

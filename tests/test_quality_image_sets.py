@@ -55,7 +55,7 @@ def test_methods_are_generated_at_each_ratio_or_at_their_own():
         ({"ratios": (0.5,), "ablations": (), "ablation_ratio": 0.9}, "ratio=0.9"),  # though nothing uses it
         ({"ratios": (0.5,), "methods": [{"ratio": 0}]}, "ratio=0 is not allowed: it must be above 0"),
         ({"ratios": (0.5,), "methods": [{"sx": 4}, {"ratio": 0.5, "sx": 4}]}, "ratio=0.5, sx=4 is repeated"),
-        ({"ratios": (0.5,), "methods": [{"match": "grid"}]}, "ratio=0.5 is not allowed with match='grid'"),
+        ({"ratios": (0.5,), "methods": [{"match": "grid"}]}, "ratio=0.5 is not allowed: with match='grid'"),
     ],
 )
 def test_settings_out_of_range_are_refused(arguments, message):

@@ -18,7 +18,7 @@ from ppdiffusers import DiffusionPipeline
 
 from .._version import __version__
 from ..config import ToMeConfig
-from ..errors import ToMeConfigError, ToMeExportError
+from ..errors import ParameterError, ToMeExportError
 from ..models import vae_factor
 from .manifest import TEXT_ENCODERS, Configs, ProgramFile, Size, ratio_name
 from .onnx_weights import external_places, set_places
@@ -148,17 +148,13 @@ class DiffusersLayout:
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
-            raise ToMeConfigError(
-                f"format={self.format!r} is not allowed with layout='diffusers': it must be one of {[*FORMATS]}."
-            )
+            raise ParameterError("format", self.format, f"the layout 'diffusers' has one of {[*FORMATS]}.")
         if self.runtime not in RUNTIMES:
-            raise ToMeConfigError(f"runtime={self.runtime!r} is not allowed: it must be one of {[*RUNTIMES]}.")
+            raise ParameterError("runtime", self.runtime, f"it must be one of {[*RUNTIMES]}.")
         if self.format == "openvino":
             if self.runtime != "openvino":
-                raise ToMeConfigError(
-                    "format='openvino' with runtime='onnxruntime' (--for onnxruntime) is not allowed: ONNX Runtime "
-                    "does not read OpenVINO's files. Leave out one of the two."
-                )
+                rule = "ONNX Runtime does not read files of the format 'openvino'. Leave out one of the two."
+                raise ParameterError("runtime", self.runtime, rule)
             load_module("openvino")
 
 
@@ -174,36 +170,31 @@ def choose_layout(layout: str, format: str | None, runtime: str | None) -> Diffu
         ToMeConfigError, ToMeExportError: as `DiffusersLayout`, or a value belongs to the other layout.
     """
     if layout not in LAYOUTS:
-        raise ToMeConfigError(f"layout={layout!r} is not allowed: it must be one of {[*LAYOUTS]}.")
+        raise ParameterError("layout", layout, f"it must be one of {[*LAYOUTS]}.")
     if layout == "diffusers":
         return DiffusersLayout(format or FORMATS[0], runtime or RUNTIMES[0])  # type: ignore[arg-type]  # checked there
     if runtime is not None:
-        raise ToMeConfigError(
-            f"runtime={runtime!r} (--for) is not allowed without layout='diffusers': exports in ppdiffusers' layout "
-            "get the form that a runtime needs when they are loaded. Leave it out."
+        raise ParameterError(
+            "runtime",
+            runtime,
+            "it is for the layout 'diffusers'. Exports in ppdiffusers' layout get the form that a runtime needs when "
+            "they are loaded. Leave it out.",
         )
     if format == "openvino":
-        raise ToMeConfigError(
-            "format='openvino' is not allowed without layout='diffusers': load_pipeline runs format='onnx' in "
-            "OpenVINO."
-        )
+        rule = "it is for the layout 'diffusers'. In ppdiffusers' layout OpenVINO runs the format 'onnx'."
+        raise ParameterError("format", format, rule)
     return None
 
 
 def check_single(configs: Sequence[ToMeConfig] | None, sizes: Iterable[tuple[int, int]] | None) -> None:
     """Raise ToMeConfigError if there are several sizes or ratios; the folder has one of each."""
-    ratios = list(dict.fromkeys(ratio_name(config.ratio) for config in configs or ()))
-    if len(ratios) > 1:
-        raise ToMeConfigError(
-            f"ratios {', '.join(ratios)} are not allowed with layout='diffusers', whose folder has one UNet: export "
-            "each ratio to a folder of its own."
-        )
-    different = list(dict.fromkeys(str(Size(*size)) for size in sizes or ()))
-    if len(different) > 1:
-        raise ToMeConfigError(
-            f"sizes {', '.join(different)} are not allowed with layout='diffusers', whose folder has one UNet: export "
-            "each size to a folder of its own."
-        )
+    ratios = tuple(dict.fromkeys(ratio_name(config.ratio) for config in configs or ()))
+    different = tuple(dict.fromkeys(str(Size(*size)) for size in sizes or ()))
+    for name, values in (("ratios", ratios), ("sizes", different)):
+        if len(values) > 1:
+            raise ParameterError(
+                name, values, "the layout 'diffusers' has one UNet. Export each of them to a folder of its own."
+            )
 
 
 def check_loadable(pipe: DiffusionPipeline, merge_map: bool) -> None:
@@ -214,20 +205,18 @@ def check_loadable(pipe: DiffusionPipeline, merge_map: bool) -> None:
         ToMeExportError: they do not know the pipeline, a text encoder or the scheduler.
     """
     if merge_map:
-        raise ToMeConfigError(
-            "merge_map=True is not allowed with layout='diffusers': no loader reads it. Leave it out."
-        )
+        raise ParameterError("merge_map", True, "no loader of the layout 'diffusers' reads it. Leave it out.")
     class_name = type(pipe).__name__
     if class_name not in CLASSES:
         raise ToMeExportError(
-            f"{class_name} cannot be exported with layout='diffusers': Optimum and OpenVINO GenAI load "
+            f"{class_name} cannot be exported in the layout 'diffusers': Optimum and OpenVINO GenAI load "
             f"{', '.join(CLASSES)}. Leave out the layout, and load the export with load_pipeline."
         )
     for name in text_encoders(pipe):
         if type(getattr(pipe, name)).__name__ not in TEXT_OUTPUTS:
             raise ToMeExportError(
-                f"{name} is a {type(getattr(pipe, name)).__name__}, which the loaders of layout='diffusers' do not "
-                f"know: they know {' and '.join(TEXT_OUTPUTS)}. Leave out the layout."
+                f"{name} is a {type(getattr(pipe, name)).__name__}, which the loaders of the layout 'diffusers' do "
+                f"not know: they know {' and '.join(TEXT_OUTPUTS)}. Leave out the layout."
             )
     scheduler = type(pipe.scheduler).__name__
     if scheduler.startswith("Preconfig"):

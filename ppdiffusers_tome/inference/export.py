@@ -29,6 +29,7 @@ from .arguments import (
     controlnet_of,
     default_format,
     is_xl,
+    list_sizes,
     make_configs,
     merging_of,
     sizes_of,
@@ -65,7 +66,7 @@ def export_pipeline(
     pipe: DiffusionPipeline,
     folder: str | Path,
     ratios: Iterable[float] | float | None = None,
-    sizes: Iterable[tuple[int, int]] | None = None,
+    sizes: Iterable[tuple[int, int]] | int | None = None,
     *,
     image_to_image: bool = False,
     merge_map: bool = False,
@@ -93,7 +94,8 @@ def export_pipeline(
         folder: must be new or empty, unless overwrite.
         ratios: one or several ratios, 0 for a plain program; the first is the default. A UNet program is written for
             each; all share one file of weights. None: the config that is applied to the pipeline now.
-        sizes: (height, width) in pixels, a UNet program for each. None: the UNet's default size.
+        sizes: (height, width) in pixels, a UNet program for each; one number for a square. None: the UNet's default
+            size.
         image_to_image: also write the VAE's encoder, for image-to-image and inpainting.
         merge_map: also write a small program for each size and ratio that returns which tokens the UNet's first block
             merges; for Stable Diffusion without a ControlNet.
@@ -106,7 +108,7 @@ def export_pipeline(
         runtime: with layout="diffusers", which runtime the ONNX models suit: "openvino" (the default; ONNX Runtime
             runs them too) or "onnxruntime" (faster there; OpenVINO cannot load them).
         overwrite: replace an earlier export in folder, once the new one is complete.
-        for_gpu: merge by operations that are fast on a GPU and slow on a CPU; see docs/gpu.md.
+        for_gpu: merge by operations that are fast on a GPU and slow on a CPU.
         progress: show a progress bar.
         settings: as in `apply_tome`: max_downsample, sx, sy, use_rand, seed, window, proportional, match,
             merge_attn, merge_crossattn, merge_mlp, min_tokens.
@@ -130,7 +132,7 @@ def export_pipeline(
         pipe,
         Path(folder),
         make_configs(ratios, settings),
-        None if sizes is None else tuple(sizes),
+        list_sizes(sizes),
         image_to_image=image_to_image,
         merge_map=merge_map,
         controlnet=controlnet,

@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict
 
 from ..config import ToMeConfig, without_blend
-from ..errors import ToMeConfigError, ToMeExportError
+from ..errors import ParameterError, ToMeConfigError, ToMeExportError
 from .replacement import earlier_folder
 
 MANIFEST = "tome.json"
@@ -64,10 +64,8 @@ def parse_size(text: str) -> Size:
     """
     sides = re.fullmatch("([1-9][0-9]{0,4})(?:x([1-9][0-9]{0,4}))?", str(text).lower())
     if sides is None:
-        raise ToMeConfigError(
-            f"size={text!r:.60} is not allowed: it must be WIDTHxHEIGHT, or one number for a square, in pixels, such "
-            "as 512x768 or 512."
-        )
+        rule = "it must be WIDTHxHEIGHT, or one number for a square, in pixels, such as 512x768 or 512."
+        raise ParameterError("size", text, rule)
     return Size(int(sides[2] or sides[1]), int(sides[1]))
 
 
@@ -271,9 +269,9 @@ def read_manifest(folder: str | Path, verify: bool | None = None) -> Manifest:
             f"is {earlier}: rename it to {folder}, or export again."
         )
     if not path.is_file():
+        reason = f"has no {MANIFEST}, so it is not an exported pipeline" if folder.is_dir() else "is not a folder"
         raise ToMeExportError(
-            f"{folder} has no {MANIFEST}, so it is not an exported pipeline: create one with "
-            "python -m ppdiffusers_tome export --model DIR --output DIR."
+            f"{folder} {reason}: create one with python -m ppdiffusers_tome export --model DIR --output DIR."
         )
     try:
         manifest = TypeAdapter(Manifest).validate_json(path.read_bytes())

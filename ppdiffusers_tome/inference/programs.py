@@ -13,10 +13,9 @@ import numpy as np
 import paddle
 from paddle import nn
 from paddle.static import InputSpec
-from ppdiffusers.models.attention_processor import AttnProcessor, XFormersAttnProcessor
 
 from ..errors import ToMeExportError
-from ..models import find_blocks
+from ..models import find_blocks, use_ordinary_attention
 from ..plans import MergePlan
 from ..wraps import current_plan
 
@@ -274,7 +273,5 @@ def _working_copy(model: nn.Layer) -> nn.Layer:
     copied = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
     if any(not tensor.place.is_cpu_place() for tensor in tensors):
         copied._to_impl(device="cpu", include_sublayers=True, floating_only=False)  # ppdiffusers' to() leaves integers
-    for layer in copied.sublayers():
-        if type(getattr(layer, "processor", None)) is XFormersAttnProcessor:  # the default where there is a GPU
-            layer.set_processor(AttnProcessor())  # the kernel of the other is for GPUs alone
+    use_ordinary_attention(copied)
     return copied.float()  # not astype("float32"), which does nothing on Paddle 3 (Paddle #76614)
