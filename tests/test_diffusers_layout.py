@@ -37,6 +37,7 @@ from ppdiffusers_tome import ToMeConfigError, ToMeExportError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import export as export_command
 from ppdiffusers_tome.inference import diffusers_layout, export_pipeline, read_manifest
+from ppdiffusers_tome.inference import export as export_module
 from ppdiffusers_tome.inference.diffusers_layout import MARK, DiffusersLayout
 from ppdiffusers_tome.inference.onnx_weights import external_places
 from ppdiffusers_tome.inference.runtime import FUSED_TOLERANCE, load_module
@@ -408,11 +409,14 @@ def test_the_command_checks_options_before_it_loads_the_model(tmp_path, monkeypa
     assert not any(tmp_path.iterdir())
 
 
-def test_the_command_writes_the_folder(tmp_path, capsys):
+def test_the_command_writes_the_folder(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(export_module, "sha256", lambda _: pytest.fail("what is deleted at the end is hashed"))
     tiny_pipeline().save_pretrained(str(tmp_path / "model"))
     command = ["export", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--size", "32"]
     assert main([*command, "--layout", "diffusers", "--for", "onnxruntime"]) == 0
     assert read(tmp_path / "out", "model_index.json")[MARK]["size"] == "32x32"
     assert "MultiHeadAttention" in [node.op_type for node in model(tmp_path / "out", "unet").graph.node]
     printed = capsys.readouterr().out
+    megabytes = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file()) / 1e6
+    assert f", {megabytes:.0f} MB\n" in printed
     assert "\nunet  " in printed and f"{tmp_path / 'out' / 'README.md'} has the lines that load it" in printed

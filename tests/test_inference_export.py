@@ -258,6 +258,21 @@ def test_ratios_that_are_equal_to_six_digits_are_one(exported_folder, tiny):
     assert ratio_name([*configs][1]) == "0"
 
 
+def test_a_controlnet_cannot_merge_alone(tmp_path):
+    """The programs would be those of ratio 0, which is plain."""
+    pipe = StableDiffusionControlNetPipeline(**stable_diffusion(controlnet=controlnet()))
+    pipe.controlnet.apply_tome(0.5)
+    for unet_ratio in (None, 0):
+        if unet_ratio is not None:
+            pipe.unet.apply_tome(unet_ratio)
+        with pytest.raises(ToMeConfigError, match=r"only the ControlNet merges, at ratio 0\.5, but a prog"):
+            export(pipe, tmp_path / "out")
+    with pytest.raises(ToMeConfigError, match=r"controlnet=0\.3 is not allowed: the UNet does not merge at any"):
+        export(pipe, tmp_path / "out", 0, controlnet=0.3)
+    assert merging_of(pipe, [ToMeConfig(0)], controlnet=True) == {0.0: (None, None)}
+    assert not any(tmp_path.iterdir())
+
+
 # Pipelines without some components
 
 

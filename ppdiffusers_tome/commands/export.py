@@ -101,7 +101,7 @@ def _describe(manifest: Manifest, folder: Path, is_layout: bool) -> str:
         lines.append(f"{name:<34} " + " ".join(f"{cell:>8}" for cell in cells))
     sizes = ", ".join(map(str, manifest.sizes))
     ratios = ", ".join(map(ratio_name, manifest.ratios))
-    megabytes = sum(file["bytes"] for file in manifest.files.values()) / 1e6
+    megabytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
     methods = dict.fromkeys(filter(None, manifest.methods.values()))
     summary = f"wrote {folder}: {manifest.pipeline}, sizes {sizes}, ratios {ratios}, {megabytes:.0f} MB"
     how = [f"{folder / 'README.md'} has the lines that load it"] if is_layout else []

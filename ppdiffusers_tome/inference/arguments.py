@@ -142,6 +142,12 @@ def _check_output(folder: Path, overwrite: bool, format: str) -> None:
 
 def _check_configs(configs: dict[float, Configs]) -> None:
     """Raise unless the merging of these configs can be part of programs."""
+    for unet, controlnet in configs.values():
+        if not (unet and unet.ratio) and controlnet is not None and controlnet.ratio:
+            raise ToMeConfigError(
+                f"only the ControlNet merges, at ratio {ratio_name(controlnet.ratio)}, but a program is known by the "
+                "UNet's ratio, and 0 is plain: merge in the UNet too, or call remove_tome() of the ControlNet."
+            )
     ratios: dict[str, float] = {}
     for ratio in configs:
         if (other := ratios.setdefault(ratio_name(ratio), ratio)) != ratio:
@@ -215,6 +221,9 @@ def _requested_configs(configs: Sequence[ToMeConfig], controlnet: Any) -> dict[f
     for config in configs:
         pair = config, controlnet_config(config, controlnet)
         by_ratio[config.ratio + 0.0] = pair if config.ratio else (None, None)  # plus 0.0, because -0.0 is 0
+    if not any(by_ratio) and not isinstance(controlnet, bool) and controlnet:
+        rule = "the UNet does not merge at any of the ratios, and ratio 0 is plain in the ControlNet too."
+        raise ParameterError("controlnet", controlnet, rule)
     return by_ratio
 
 

@@ -115,7 +115,7 @@ def export_pipeline(
 
     Returns:
         The manifest that was written to `tome.json`. With layout="diffusers" it describes the programs that the folder
-        was made from.
+        was made from, and lists no files.
 
     Raises:
         ToMeConfigError: an argument is not allowed.
@@ -191,7 +191,7 @@ def write_export(
             sizes=sizes,
             image_to_image=image_to_image,
             programs=tuple(writer.written),
-            files=_list_files(export),
+            files=_list_files(export) if layout is None else {},
             merge_map=merge_map,
             for_gpu=for_gpu,
         )

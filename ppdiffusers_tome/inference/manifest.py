@@ -140,7 +140,7 @@ class Manifest:
     merging: dict[str, Configs]  # by ratio
     versions: dict[str, str]
     programs: tuple[ProgramFile, ...]
-    files: dict[InnerPath, FileFacts]
+    files: dict[InnerPath, FileFacts]  # of tome.json; empty where the programs became a folder of another layout
     merge_map: bool = False  # whether there is a program for each size and ratio that returns which tokens merge
     for_gpu: bool = False  # whether merging is by operations that suit a GPU
     schedule: InitVar[Any] = None  # 2.x wrote null, or the ratio schedule of the export
@@ -162,7 +162,7 @@ class Manifest:
             "programs": [file.place for file in self.programs] == [file.place for file in expected]
             and encoders[-1:] == [last],
             "formats": all(file.formats == self.formats for file in self.programs) and bool(self.formats),
-            "files": {*paths, "model_index.json"} <= set(self.files),
+            "files": not self.files or {*paths, "model_index.json"} <= set(self.files),
         }
         for name, consistent in is_consistent.items():
             if not consistent:
@@ -275,6 +275,8 @@ def read_manifest(folder: str | Path, verify: bool | None = None) -> Manifest:
         )
     try:
         manifest = TypeAdapter(Manifest).validate_json(path.read_bytes())
+        if not manifest.files:
+            raise ToMeExportError(f"{path} is damaged, because it lists no files: export the model again.")
         for name, expected in manifest.files.items():
             file = Path(os.path.realpath(folder / name, strict=True))
             if not file.is_relative_to(folder.resolve()):
