@@ -59,8 +59,9 @@ def kinds(plans):
     return {type(plan.keys).__name__ for plan in plans}
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", r"ignore:(.|\n)*(The Attr\(force_cpu\)|'place' interface):UserWarning"
+    r"ignore:(.|\n)*(The Attr\(force_cpu\)|'place' interface|assign doesn't support):UserWarning"
 )
 def test_a_traced_model_merges_as_eager_does_on_the_current_device(gpu, plans):
     """`paddle.jit` outside of an export."""
