@@ -38,7 +38,7 @@ class ParameterError(ToMeConfigError):
         self.name, self.value, self.rule = name, value, rule
 
     def __str__(self) -> str:
-        return f"{self.name}={self.value!r} is not allowed: {self.rule}"
+        return f"{self.name}={self.value!r:.200} is not allowed: {self.rule}"
 
 
 class NoMergeableLayerError(ToMeError, ValueError):

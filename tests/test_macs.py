@@ -271,6 +271,7 @@ def test_summary_of_a_model_in_which_nothing_can_merge(pipe):
         summary = pipe.vae.tome_summary(*size)
         assert str(summary).startswith("nothing merges in AutoencoderKL: it has no transformer blocks over the pixels")
         assert "HunyuanVideo" in str(summary) and summary.saved_share is None
+        assert "docs/" not in str(summary)  # which a wheel lacks
     with pytest.raises(ToMeConfigError, match="height=0"):
         pipe.vae.tome_summary(0, 32)
 

@@ -54,7 +54,7 @@ _current = _Pass()
 def gpu_form(use: bool) -> Iterator[None]:
     """Merge in this thread in the form that suits a GPU, or in the other one, wherever the tokens are.
 
-    By default tokens on a GPU merge in that form, and programs are for CPUs.
+    Programs may run on another device later. Leaving the context restores what was chosen before.
     """
     before, _current.use_gpu_form = _current.use_gpu_form, use
     try:
@@ -64,10 +64,15 @@ def gpu_form(use: bool) -> Iterator[None]:
 
 
 def uses_gpu_form(tensor: paddle.Tensor) -> bool:
-    """Whether what is computed from a tensor merges in the form for GPUs: see `gpu_form`."""
+    """Whether what is computed from a tensor merges in the form for GPUs: as `gpu_form` says, or the tensor is on one.
+
+    A tensor that is traced is nowhere yet. The current device decides, so that a program equals eager mode there.
+    """
     if _current.use_gpu_form is not None:
         return _current.use_gpu_form
-    return paddle.in_dynamic_mode() and bool(tensor.place.is_gpu_place())
+    if paddle.in_dynamic_mode():
+        return bool(tensor.place.is_gpu_place())
+    return paddle.get_device().startswith("gpu")
 
 
 def is_for_gpu() -> bool:

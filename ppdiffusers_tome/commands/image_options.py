@@ -69,7 +69,9 @@ def naming_options(**options: str) -> Iterator[None]:
     try:
         yield
     except ParameterError as error:
-        raise ToMeConfigError(f"{option(error.name)} {error.value} is not allowed: {error.rule}") from error
+        values = error.value if isinstance(error.value, tuple) else () if error.value is True else (error.value,)
+        given = " ".join([option(error.name), *map(str, values)])
+        raise ToMeConfigError(f"{given} is not allowed: {error.rule}") from error
     except JobError as error:
         raise ToMeConfigError(f"{option(error.field)}: {error}") from error
 

@@ -189,6 +189,13 @@ def kernel_of(layer: nn.Layer, family: Family) -> Kernel | None:
     return KERNELS.get(computing)
 
 
+def use_ordinary_attention(model: nn.Layer) -> None:
+    """Replace ppdiffusers' default attention on a machine with a GPU, whose kernel a CPU lacks, by that on a CPU."""
+    for layer in model.sublayers():
+        if type(getattr(layer, "processor", None)) is XFormersAttnProcessor:
+            layer.set_processor(AttnProcessor())
+
+
 def _load_lora(layer: nn.Layer) -> Any:
     """Do what a LoRA processor does at its first call: move its layers into the projections, and leave its place."""
     lora = layer.processor

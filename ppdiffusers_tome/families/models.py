@@ -253,7 +253,8 @@ def text_tokens(target: Any) -> int:
         for block in find_blocks(denoiser):
             if block.family.text_tokens is not None:
                 return block.family.text_tokens
-    length = getattr(getattr(target, "tokenizer", None), "model_max_length", 77)
+    tokenizer = getattr(target, "tokenizer", None) or getattr(target, "tokenizer_2", None)  # SDXL's refiner has one
+    length = getattr(tokenizer, "model_max_length", 77)
     return length if 0 < length < 10_000 else 77  # tokenizers without a maximum report 1e30
 
 

@@ -251,13 +251,15 @@ def load_engine(folder: Path, programs: Sequence[tuple[Size, float]] = (), **set
         settings: of `inference.load_pipeline`, such as runtime, device, threads and verify.
 
     Raises:
-        ToMeError: the folder is not an export or is damaged (from `inference`), has a ControlNet or an inpainting
-            model, or a scheduler whose steps fail in this version of Paddle.
+        ToMeError: the folder is not an export or is damaged (from `inference`), has a ControlNet, an inpainting
+            model or SDXL's refiner, or a scheduler whose steps fail in this version of Paddle.
     """
     manifest = read_manifest(folder)
     if manifest.controlnet:
         raise ToMeConfigError(f"{folder} has a ControlNet, which needs an image in every step: it cannot be served")
     is_xl = manifest.pipeline.startswith("StableDiffusionXL")
+    if is_xl and not manifest.programs_of("text_encoder"):
+        raise ToMeConfigError(f"{folder} is SDXL's refiner, which needs an image in every call: it cannot be served")
     pipe = load_pipeline(folder, FromTextXL if is_xl else FromText, **settings)
     if pipe.unet.config.in_channels != pipe.vae.config.latent_channels:
         raise ToMeConfigError(f"{folder} is an inpainting model, which cannot be served")

@@ -79,8 +79,7 @@ def require_model_folder(model: str | Path, hub_names: bool = False) -> None:
         # ppdiffusers would create a folder of that name.
         if not hub_names:
             raise ToMeConfigError(f"{model} is not a folder: pass the folder of a model in ppdiffusers' format.")
-        if not re.fullmatch(HUB_NAME, str(model)):
-            raise ToMeConfigError(f"{model} is neither a folder nor a hub name (owner/name).")
+        _check_hub_name(str(model))
     elif (folder / MANIFEST).is_file():
         raise ToMeConfigError(
             f"{model} is already an export (it has {MANIFEST}): pass the folder of the model that was exported."
@@ -114,6 +113,18 @@ def _read_index(model: str) -> dict[str, Any]:
     return index if isinstance(index, dict) else {}
 
 
+def _check_hub_name(model: str) -> None:
+    """Raise ToMeConfigError unless a model that is not a folder may be one of a hub."""
+    if not re.fullmatch(HUB_NAME, model):
+        raise ToMeConfigError(f"{model} is neither a folder nor a hub name (owner/name).")
+    owner = Path(model).parent
+    if owner.is_dir():
+        raise ToMeConfigError(
+            f"{model} does not exist. It is not taken for a hub name (owner/name), because {owner} is a folder here: "
+            "for a model of a hub, run this in another folder."
+        )
+
+
 def load_for_export(
     model: str, controlnet: str | None = None, safety_checker: bool = True, dtype: str = "float32"
 ) -> DiffusionPipeline:
@@ -129,8 +140,8 @@ def load_for_export(
         ToMeConfigError: a folder does not exist and is not a valid hub name, or `require_model_folder` rejects it.
         ToMeExportError: ppdiffusers cannot load it.
     """
-    if controlnet is not None and not Path(controlnet).is_dir() and not re.fullmatch(HUB_NAME, controlnet):
-        raise ToMeConfigError(f"{controlnet} is neither a folder nor a hub name (owner/name).")
+    if controlnet is not None and not Path(controlnet).is_dir():
+        _check_hub_name(controlnet)
     require_model_folder(model, hub_names=True)
     arguments = {"paddle_dtype": getattr(paddle, dtype)}
     # ppdiffusers asks for what the folder says is absent, such as the third text encoder of Stable Diffusion 3.

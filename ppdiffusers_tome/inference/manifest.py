@@ -15,13 +15,14 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict
 
 from ..config import ToMeConfig, upgraded
-from ..errors import ToMeConfigError, ToMeExportError
+from ..errors import ParameterError, ToMeConfigError, ToMeExportError
 from ..wording import method_in_words
 from .replacement import earlier_folder
 
 MANIFEST = "tome.json"
 # The folder of each model's config: ppdiffusers reads it from beside a program.
 CONFIGS = {"unet": "unet", "text_encoder": "text_encoder", "text_encoder_2": "text_encoder_2", "vae": "vae_decoder"}
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 CONTROLNET_CONFIG = "controlnet"
 COPIED = ("tokenizer", "tokenizer_2", "scheduler", "feature_extractor")  # components that are not models
 FORMATS = ("paddle", "onnx")
@@ -64,10 +65,8 @@ def parse_size(text: str) -> Size:
     """
     sides = re.fullmatch("([1-9][0-9]{0,4})(?:x([1-9][0-9]{0,4}))?", str(text).lower())
     if sides is None:
-        raise ToMeConfigError(
-            f"size={text!r:.60} is not allowed: it must be WIDTHxHEIGHT, or one number for a square, in pixels, such "
-            "as 512x768 or 512."
-        )
+        rule = "it must be WIDTHxHEIGHT, or one number for a square, in pixels, such as 512x768 or 512."
+        raise ParameterError("size", text, rule)
     return Size(int(sides[2] or sides[1]), int(sides[1]))
 
 
@@ -147,7 +146,7 @@ class Manifest:
     merging: dict[str, Configs]  # by ratio
     versions: dict[str, str]
     programs: tuple[ProgramFile, ...]
-    files: dict[InnerPath, FileFacts]
+    files: dict[InnerPath, FileFacts]  # of tome.json; empty where the programs became a folder of another layout
     merge_map: bool = False  # whether there is a program for each size and ratio that returns which tokens merge
     for_gpu: bool = False  # whether merging is by operations that suit a GPU
     schedule: InitVar[Any] = None  # 2.x wrote null, or the ratio schedule of the export
@@ -157,17 +156,19 @@ class Manifest:
             raise ValueError(f"it has the ratio schedule {schedule!r:.60}, and there are none since release 3.0")
         if (version := self.versions.get("ppdiffusers_tome", "")).startswith("0."):
             raise ValueError(f"it is of release {version}, and exports before 1.0 are not read any more")
-        is_xl = "XL" in self.pipeline
-        expected = list_programs(self.sizes, self.ratios, is_xl, self.image_to_image, self.merge_map).values()
+        encoders = [name for name in TEXT_ENCODERS if self.programs_of(name)]
+        last = "text_encoder_2" if "XL" in self.pipeline else "text_encoder"  # SDXL's refiner has no other
+        expected = list_programs(self.sizes, self.ratios, encoders, self.image_to_image, self.merge_map).values()
         paths = {path for file in self.programs for path in file.paths}
         is_consistent = {
             "pipeline": self.pipeline in READERS,
             "residuals": ("ControlNet" in self.pipeline) == self.controlnet,
             "vae_factor": not any(side % self.vae_factor for size in self.sizes for side in size),
             "merging": list(self.merging) == [ratio_name(ratio) for ratio in self.ratios],
-            "programs": [file.place for file in self.programs] == [file.place for file in expected],
+            "programs": [file.place for file in self.programs] == [file.place for file in expected]
+            and encoders[-1:] == [last],
             "formats": all(file.formats == self.formats for file in self.programs) and bool(self.formats),
-            "files": {*paths, "model_index.json"} <= set(self.files),
+            "files": not self.files or {*paths, "model_index.json"} <= set(self.files),
         }
         for name, consistent in is_consistent.items():
             if not consistent:
@@ -215,15 +216,21 @@ class Manifest:
 
 
 def list_programs(
-    sizes: Collection[Size], ratios: Collection[float], is_xl: bool, image_to_image: bool, merge_map: bool = False
+    sizes: Collection[Size],
+    ratios: Collection[float],
+    encoders: Iterable[str],
+    image_to_image: bool,
+    merge_map: bool = False,
 ) -> dict[str, ProgramFile]:
     """The programs of an export, in order, without their files; the keys are the folders to write them to.
 
     The folder of the first UNet is "unet", because ppdiffusers reads that one; only this package reads the others,
     whose folders have the names of the programs.
+
+    Args:
+        encoders: those of TEXT_ENCODERS that the pipeline has.
     """
-    models = ["text_encoder", *(["text_encoder_2"] if is_xl else [])]
-    models += ["vae_decoder", *(["vae_encoder"] if image_to_image else [])]
+    models = [*encoders, "vae_decoder", *(["vae_encoder"] if image_to_image else [])]
     unets = [ProgramFile("unet", size=size, ratio=ratio) for size in sizes for ratio in ratios]
     maps = [ProgramFile("merge_map", size=file.size, ratio=file.ratio) for file in unets if merge_map and file.ratio]
     first, *others = [*unets, *map(ProgramFile, models), *maps]
@@ -268,12 +275,14 @@ def read_manifest(folder: str | Path, verify: bool | None = None) -> Manifest:
             f"is {earlier}: rename it to {folder}, or export again."
         )
     if not path.is_file():
+        reason = f"has no {MANIFEST}, so it is not an exported pipeline" if folder.is_dir() else "is not a folder"
         raise ToMeExportError(
-            f"{folder} has no {MANIFEST}, so it is not an exported pipeline: create one with "
-            "python -m ppdiffusers_tome export --model DIR --output DIR."
+            f"{folder} {reason}: create one with python -m ppdiffusers_tome export --model DIR --output DIR."
         )
     try:
         manifest = TypeAdapter(Manifest).validate_json(path.read_bytes())
+        if not manifest.files:
+            raise ToMeExportError(f"{path} is damaged, because it lists no files: export the model again.")
         for name, expected in manifest.files.items():
             file = Path(os.path.realpath(folder / name, strict=True))
             if not file.is_relative_to(folder.resolve()):

@@ -137,7 +137,8 @@ def _assemble(
         if name in available:
             arguments[name] = available[name]
         elif parameter.default is inspect.Parameter.empty:
-            if name in ("unet", "vae", "text_encoder", "tokenizer", "controlnet", "text_encoder_2", "tokenizer_2"):
+            is_none = index.get(name) == [None, None]  # in the pipeline that was exported, as in SDXL's refiner
+            if not is_none and name in (*CONFIGS, "tokenizer", "tokenizer_2", "controlnet"):
                 raise ToMeConfigError(
                     f"{cls.__name__} needs a {name}, but {folder} has none: it was exported from {manifest.pipeline}. "
                     "Load it as that class."
