@@ -113,6 +113,7 @@ def write_half(traceable: Any, dims: dict[str, int], folder: Path) -> Path:
     """Write the program of a layer for GPUs in float16, with sizes for some of its dimensions."""
     from ppdiffusers_tome.inference import tracing
     from ppdiffusers_tome.inference.conversion import Converter
+    from ppdiffusers_tome.inference.folder import ExportedFolder
     from ppdiffusers_tome.inference.onnx_gpu import half_program
     from ppdiffusers_tome.inference.onnx_weights import SharedWeights
     from ppdiffusers_tome.wraps import merging_for_gpu
@@ -120,7 +121,7 @@ def write_half(traceable: Any, dims: dict[str, int], folder: Path) -> Path:
     with Converter() as converter, merging_for_gpu():
         files = tracing._trace(traceable, folder / "program", dims, "model")
         SharedWeights(folder / "model.weights").move(converter.convert(*files, "model"), folder / "model.onnx")
-    return half_program(folder / "model.onnx")
+    return half_program(ExportedFolder(folder), folder.resolve() / "model.onnx")
 
 
 def origin() -> dict[str, str]:

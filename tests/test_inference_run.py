@@ -36,6 +36,7 @@ from ppdiffusers_tome.inference import (
     read_manifest,
 )
 from ppdiffusers_tome.inference.export import unmerged_programs
+from ppdiffusers_tome.inference.folder import ExportedFolder
 from ppdiffusers_tome.inference.paddle_runtime import SHAPE_FILE, Predictor
 
 PADDLE2 = paddle.__version__.startswith("2.")
@@ -494,4 +495,4 @@ def test_gpu_settings_call_existing_methods(tensorrt, tmp_path, monkeypatch):
 @pytest.mark.skipif(not PADDLE2, reason="about Paddle 2.6")
 def test_programs_of_paddle_3_are_rejected_by_paddle_2(tmp_path):
     with pytest.raises(ToMeExportError, match="exported by Paddle 3"):
-        PaddleRuntime().load(tmp_path, ProgramFile("unet", "inference.json", "inference.pdiparams"))
+        PaddleRuntime().load(ExportedFolder(tmp_path), ProgramFile("unet", "inference.json", "inference.pdiparams"))
