@@ -66,6 +66,7 @@ from ppdiffusers_tome.generation.engine import Engine
 from ppdiffusers_tome.inference import ProgramFile, Size, export_pipeline, load_pipeline, programs, tracing
 from ppdiffusers_tome.inference.conversion import Converter
 from ppdiffusers_tome.inference.loading import model_defaults
+from ppdiffusers_tome.inference.folder import ExportedFolder
 from ppdiffusers_tome.inference.pipeline import RUNTIMES
 
 ROOT = Path(__file__).parents[1]
@@ -334,7 +335,7 @@ class Programs:
             file = self._trace(key, reuses, folder)
             write_result(record, {name: getattr(file, name) for name in ("program", "params", "onnx")})
         file = ProgramFile("unet", **json.loads(record.read_text(encoding="utf-8")))
-        return RUNTIMES[runtime](threads=self._evaluation.threads).load(folder, file)
+        return RUNTIMES[runtime](threads=self._evaluation.threads).load(ExportedFolder(folder), file)
 
     def inputs(self) -> dict[str, paddle.Tensor]:
         """Random inputs of a pass of the UNet, for an image with guidance."""

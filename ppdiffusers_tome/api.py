@@ -73,7 +73,8 @@ def apply_tome(
         target itself.
 
     Raises:
-        ToMeConfigError: an argument is not allowed (the message names it), or target is not a pipeline or model.
+        ToMeConfigError: an argument is not allowed (the message names it), target is not a pipeline or model, or a
+            model runs a program that `paddle.incubate.jit.inference` or `paddle.jit.to_static` has made.
         NoMergeableLayerError: the target has no layer that these settings merge. After any error the target is
             unchanged.
 
@@ -123,7 +124,8 @@ def _config_of(config: Any) -> ToMeConfig:
     if isinstance(config, (str, Path)):
         return ToMeConfig.load(config)
     raise ToMeConfigError(
-        f"config={config!r:.200} is not allowed: it must be a ToMeConfig, or the path of a settings file."
+        f"config={config!r:.200} is not allowed: it must be a ToMeConfig, or the path of a settings file. Pass settings "
+        "by name, as in apply_tome(ratio=0.5, window=8)."
     )
 
 
@@ -134,7 +136,8 @@ def remove_tome(target: PipelineOrModel) -> PipelineOrModel:
         target itself.
 
     Raises:
-        ToMeConfigError: target is not a pipeline or model.
+        ToMeConfigError: target is not a pipeline or model, or a model that merges runs a program that
+            `paddle.incubate.jit.inference` or `paddle.jit.to_static` has made.
     """
     detach(target)
     return target

@@ -53,6 +53,10 @@ class ToMeExportError(ToMeError, RuntimeError):
     """A pipeline cannot be exported, its program differs from the model, or an exported folder cannot be used."""
 
 
+class ExportChangedError(ToMeExportError):
+    """The files of an exported folder are not those that were loaded, so a program would not match the others."""
+
+
 class UnsupportedVersionError(ToMeError, RuntimeError):
     """An installed package has a version that gives wrong results or was never tested."""
 

@@ -312,6 +312,26 @@ def test_only_the_image_that_is_not_finite_fails(engine, monkeypatch, value):
     assert str(pickle.loads(pickle.dumps(GenerationError("x")))) == "x", "Ray sends it from process to process"
 
 
+def test_health_reports_an_export_that_was_replaced(exported_folder, tmp_path):
+    """Images of programs in memory are still right, so no number of failures in a row would show it."""
+    folder = shutil.copytree(exported_folder, tmp_path / "model")
+    manifest = read_manifest(folder)
+    limits = Limits(manifest.sizes, manifest.ratios)
+    with serving(load_engine(folder, expected=manifest, threads=1), limits) as server:
+
+        def status(ratio):
+            body = {"prompt": "a fox", "steps": 1, "size": "32x32", "tome_ratio": ratio}
+            return server.post(OPENAI, body).status_code
+
+        assert status(0.5) == 200 and server.http.get("/health").status_code == 200
+        for path in folder.rglob("*.pdiparams"):
+            path.write_bytes(path.read_bytes()[::-1])
+        assert status(0.5) == 200 and status(0) == 500 and status(0.5) == 200
+        health = server.http.get("/health")
+        assert health.status_code == 503
+        assert health.json()["reason"] == "the files of the model have changed since it was loaded"
+
+
 # The command
 
 

@@ -91,6 +91,7 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     check_runtime(manifest, options)
     if config.api_key is None and dns_name(options.host) not in LOCAL_HOSTS:
         print(f"warning: other machines may reach {options.host}, and {KEY_VARIABLE} is not set", file=sys.stderr)
+    settings["expected"] = manifest  # of every engine, whenever it is loaded
     load = partial(load_warm_engine, options.model.resolve(), limits, config.guidance_scale, settings)
     queue = _make_queue(lambda: load_engine(lambda: queue.is_closed), manifest.name, limits, options)
     with _open_engines(load, options) as load_engine:

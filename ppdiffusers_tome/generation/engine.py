@@ -15,8 +15,8 @@ from ppdiffusers import StableDiffusionXLImg2ImgPipeline as FromImageXL
 from ppdiffusers import StableDiffusionXLPipeline as FromTextXL
 from ppdiffusers.image_processor import VaeImageProcessor
 
-from ..errors import ToMeConfigError
-from ..inference import load_pipeline, read_manifest
+from ..errors import ExportChangedError, ToMeConfigError
+from ..inference import Manifest, load_pipeline, read_manifest
 from ..inference.manifest import Size
 from .jobs import AbandonedError, GeneratedImage, GenerationError, Job, JobError
 
@@ -242,15 +242,22 @@ class _LastInputs:
             self.sample = pipe.scheduler.scale_model_input(latents, self.timestep)
 
 
-def load_engine(folder: Path, programs: Sequence[tuple[Size, float]] = (), **settings: Any) -> Engine:
+def load_engine(
+    folder: Path,
+    programs: Sequence[tuple[Size, float]] = (),
+    expected: Manifest | None = None,
+    **settings: Any,
+) -> Engine:
     """Load an exported folder, with image-to-image if it was exported.
 
     Args:
         folder: the output of `export_pipeline`.
         programs: see `Engine`.
+        expected: the manifest that the jobs were made for; None: any.
         settings: of `inference.load_pipeline`, such as runtime, device, threads and verify.
 
     Raises:
+        ExportChangedError: the folder is not the expected export.
         ToMeError: the folder is not an export or is damaged (from `inference`), has a ControlNet, an inpainting
             model or SDXL's refiner, or a scheduler whose steps fail in this version of Paddle.
     """
@@ -261,6 +268,9 @@ def load_engine(folder: Path, programs: Sequence[tuple[Size, float]] = (), **set
     if is_xl and not manifest.programs_of("text_encoder"):
         raise ToMeConfigError(f"{folder} is SDXL's refiner, which needs an image in every call: it cannot be served")
     pipe = load_pipeline(folder, FromTextXL if is_xl else FromText, **settings)
+    manifest = pipe.unet.manifest  # the folder may have been replaced
+    if expected is not None and manifest.files != expected.files:
+        raise ExportChangedError(f"{folder} has been replaced by another export since it was read: start again.")
     if pipe.unet.config.in_channels != pipe.vae.config.latent_channels:
         raise ToMeConfigError(f"{folder} is an inpainting model, which cannot be served")
     if reason := scheduler_failure(pipe.scheduler):

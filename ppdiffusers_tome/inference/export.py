@@ -36,22 +36,20 @@ from .arguments import (
 )
 from .conversion import Converter
 from .diffusers_layout import DiffusersLayout, check_loadable, choose_layout, text_encoders, write_layout
+from .folder import ONNX_WEIGHTS, FileFacts, sha256
 from .loading import DEFAULTS
 from .manifest import (
     CONFIGS,
     CONTROLNET_CONFIG,
     COPIED,
-    ONNX_WEIGHTS,
     READERS,
     Configs,
-    FileFacts,
     Manifest,
     ProgramFile,
     Size,
     list_programs,
     ratio_name,
     read_manifest,
-    sha256,
 )
 from .onnx_weights import SharedWeights
 from .paddle_runtime import PaddleRuntime

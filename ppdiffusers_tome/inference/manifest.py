@@ -1,22 +1,20 @@
 """`tome.json`: the contents of an exported folder, their versions, and how closely programs match the model."""
 
-import hashlib
 import json
-import os
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import InitVar, asdict, field
 from numbers import Real
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
-from typing_extensions import TypedDict
 
 from ..config import ToMeConfig, upgraded
 from ..errors import ParameterError, ToMeConfigError, ToMeExportError
 from ..wording import method_in_words
+from .folder import ONNX_WEIGHTS, ExportedFolder, FileFacts
 from .replacement import earlier_folder
 
 MANIFEST = "tome.json"
@@ -26,8 +24,6 @@ TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 CONTROLNET_CONFIG = "controlnet"
 COPIED = ("tokenizer", "tokenizer_2", "scheduler", "feature_extractor")  # components that are not models
 FORMATS = ("paddle", "onnx")
-ONNX_WEIGHTS = ".weights"  # suffix of the file beside `.onnx` files that has their weights
-WEIGHTS = (".pdiparams", ONNX_WEIGHTS)
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 # Pipelines that can be exported: ppdiffusers' class that reads the folder without and with a VAE encoder.
 READERS = {
@@ -117,17 +113,16 @@ class ProgramFile:
         return [path for path in (self.program, self.params, self.onnx) if path is not None]
 
     @property
+    def onnx_files(self) -> list[str]:
+        """Its `.onnx` file, and the file beside it that has the weights of the model."""
+        path = PurePosixPath(str(self.onnx))
+        return [str(path), str(path.with_name(f"{self.model}{ONNX_WEIGHTS}"))]
+
+    @property
     def formats(self) -> tuple[str, ...]:
         """Some of `FORMATS`: those that the program was exported in."""
         has = {"paddle": None not in (self.program, self.params), "onnx": self.onnx is not None}
         return tuple(name for name in FORMATS if has[name])
-
-
-class FileFacts(TypedDict):
-    """Size and hash of a file."""
-
-    bytes: Annotated[int, Field(ge=0)]
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
@@ -267,6 +262,11 @@ def read_manifest(folder: str | Path, verify: bool | None = None) -> Manifest:
     Raises:
         ToMeExportError: the folder was not exported by this package, is damaged, or comes from a newer version.
     """
+    return open_export(folder, verify)[1]
+
+
+def open_export(folder: str | Path, verify: bool | None) -> tuple[ExportedFolder, Manifest]:
+    """An exported folder with its manifest; arguments and errors are those of `read_manifest`."""
     folder = Path(folder)
     path = folder / MANIFEST
     if (earlier := earlier_folder(folder)) is not None:
@@ -283,27 +283,12 @@ def read_manifest(folder: str | Path, verify: bool | None = None) -> Manifest:
         manifest = TypeAdapter(Manifest).validate_json(path.read_bytes())
         if not manifest.files:
             raise ToMeExportError(f"{path} is damaged, because it lists no files: export the model again.")
-        for name, expected in manifest.files.items():
-            file = Path(os.path.realpath(folder / name, strict=True))
-            if not file.is_relative_to(folder.resolve()):
-                raise ToMeExportError(
-                    f"{folder / name} is a link to a file outside of {folder}: replace it by the file."
-                )
-            if file.stat().st_size != expected["bytes"]:
-                raise ToMeExportError(
-                    f"{folder / name} does not have its exported size: export or copy the folder again."
-                )
-            is_hashed = verify if name.endswith(WEIGHTS) else verify is not None
-            if is_hashed and sha256(file) != expected["sha256"]:
-                raise ToMeExportError(
-                    f"{folder / name} differs from the exported file: export or copy the folder again."
-                )
+        return ExportedFolder(folder, manifest.files, verify), manifest
     except ValidationError as error:
         reason = f"{path} is damaged, or was written by another version of this package ({first_error(error)})"
         raise ToMeExportError(f"{reason}: export the model again.") from error
     except OSError as error:
         raise ToMeExportError(f"{folder} cannot be read ({error}): export or copy it again.") from error
-    return manifest
 
 
 def first_error(error: ValidationError, fields: Iterable[str] = ()) -> str:
@@ -314,12 +299,3 @@ def first_error(error: ValidationError, fields: Iterable[str] = ()) -> str:
         return f"{where}there is no such field" + (f"; the fields are {', '.join(fields)}" if fields else "")
     value = "" if first["type"] in ("json_invalid", "missing", "value_error") else f", not {first['input']!r:.60}"
     return f"{where}{first['msg'].removeprefix('Value error, ')}{value}"
-
-
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -11,7 +11,7 @@ from time import monotonic
 
 from PIL.Image import Image
 
-from ..errors import ParameterError, ToMeError
+from ..errors import ExportChangedError, ParameterError, ToMeError
 from ..generation.engine import Engine
 from ..generation.jobs import (
     MAX_LOST_ENGINES,
@@ -97,6 +97,7 @@ class ImageQueue:
         self.is_closed = False
         self._pace = 0.0  # seconds per cost of the latest calls
         self._failures = 0  # in a row
+        self._has_changed = False  # whether the export is not the one that was loaded
         self.failure: BaseException | None = None  # why the state is "failed"
         self._engines: list[Engine] = []  # loaded, and not known to be lost; oldest first
         # Attributes that all engines share. They are copied, because any engine may be lost.
@@ -127,6 +128,8 @@ class ImageQueue:
     @property
     def unhealthy_reason(self) -> str | None:
         """The reason to replace the process; None while it works."""
+        if self._has_changed:
+            return "the files of the model have changed since it was loaded"
         if self.state == "failed":
             return "the model could not be loaded, or the image thread has ended"
         if (seconds := self.progress().seconds) > self._stuck_seconds:
@@ -253,6 +256,7 @@ class ImageQueue:
         except BaseException as error:
             if self.is_closed:
                 return
+            self._note_change(error)
             logger.error("an image thread has ended: %s", error, exc_info=not isinstance(error, ToMeError))
             with self._changed:
                 self._busy_threads -= 1
@@ -354,6 +358,7 @@ class ImageQueue:
             self._repeat(tickets)
             raise
         except Exception as error:
+            self._note_change(error)
             if not isinstance(error, JobError):
                 logger.exception("generating %d images failed", len(tickets))
             if len(tickets) > 1:
@@ -369,6 +374,11 @@ class ImageQueue:
         finally:
             with self._changed:
                 self._calls.remove(call)
+
+    def _note_change(self, error: BaseException) -> None:
+        """Record an error that stays until the process is replaced, even if programs in memory still generate."""
+        if isinstance(error, ExportChangedError):
+            self._has_changed = True
 
     def _deliver(self, call: Call, images: Sequence[GeneratedImage]) -> None:
         """Record the pace and the duration of a call that has ended, and hand over its images."""
