@@ -36,7 +36,7 @@ LINK_LIBGOMP := mkdir -p $(LIBGOMP) && ln -sf ../$$(cd $(VENV)/lib && ls python3
 export LD_LIBRARY_PATH := $(LIBGOMP)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-newer test-ray test-optimum browser test-page check docs format bench bench-speed bench-quality alternatives figures load fuzz lock dist clean
+.PHONY: help venv demo test test-install test-newer test-ray test-optimum browser test-page check docs format bench bench-speed bench-quality alternatives figures load fuzz lock dist clean
 
 help: ## list the targets
 	@echo 'make TARGET [STACK=paddle3|paddle2|gpu] [ARGS="..."] [PYTHON=python3.x]'
@@ -75,6 +75,10 @@ $(JAVASCRIPT): tests/javascript/package.json tests/javascript/package-lock.json
 
 test: $(VENV)/.installed-test $(JAVASCRIPT) ## run the test suite in two processes of one thread each
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(ARGS)
+
+test-install: ## install ".[cpu]" with pip into an empty environment of 2 GB, and run the commands in it: five minutes
+	@test -n "$(PYTHON)" || { echo '$(NO_PYTHON)' >&2; exit 1; }
+	PYTHON=$(PYTHON) .ci/test_install.sh
 
 # SOURCE is the folder that contains the package ppdiffusers, as PaddleMIX/ppdiffusers does.
 NEWER := patch attention transformers families features api models macs rotary newer_pipelines

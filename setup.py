@@ -1,4 +1,4 @@
-"""Package metadata. The exact, tested versions are in requirements.txt; here are only the bounds."""
+"""Package metadata. The exact, tested versions are in requirements.txt and constraints.txt; here are the bounds."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def read_version() -> str:
     return namespace["__version__"]
 
 
-EXAMPLES = ["scikit-image", "tqdm", "pillow"]
+EXAMPLES = ["scikit-image"]
 SERVE = ["fastapi", "uvicorn", "prometheus_client", "python-multipart>=0.0.18"]
 ONNX_RUNTIME = ["onnx>=1.16.1,<1.18", "onnxruntime>=1.23,<1.33"]
 # Paddle 2.6's programs need paddle2onnx 1.2, those of Paddle 3 need 2.1.
@@ -62,7 +62,7 @@ setup(
             "evaluation/templates/*.md",
             "evaluation/quality/graphs/*.onnx",
             "evaluation/speed/*.json",
-            "evaluation/quality/*.txt",
+            "generation/*.txt",
         ]
     },
     zip_safe=False,
@@ -70,13 +70,18 @@ setup(
     # Paddle itself is an extra: paddlepaddle and paddlepaddle-gpu are one module, and installing both breaks it.
     # ppdiffusers has no lower bound because its nightly builds are 0.0.0; the import rejects those before 0.29.
     # The last two are bounds that ppdiffusers and paddlenlp lack: above them, they do not import. Others drift too, so
-    # install with the tested versions as constraints: pip install -c requirements.txt ".[cpu]"
+    # install with the tested versions as constraints: pip install -c constraints.txt ".[cpu]"
+    # Paddle and paddlenlp import pip and setuptools and do not declare them; not every environment has them.
     install_requires=[
         "ppdiffusers<0.31",
         "paddlenlp>=2.8.1",
         "numpy<2",
         "packaging",
+        "pillow",
+        "pip",
         "pydantic>=2.9,<3",
+        "setuptools",
+        "tqdm",
         "typing_extensions>=4.6",
         "huggingface_hub<0.26",
         "aistudio-sdk<0.3",

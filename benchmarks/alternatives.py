@@ -33,9 +33,12 @@ from ppdiffusers.models.attention_processor import Attention
 
 from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.attach.attach import attach
+from ppdiffusers_tome.comparison.arms import psnr
+from ppdiffusers_tome.comparison.clock import quartiles, ratio_within_rounds, time_in_turns
+from ppdiffusers_tome.comparison.environment import commit, describe_environment, model_files, sources
+from ppdiffusers_tome.comparison.results import make_result, read_json, write_result
+from ppdiffusers_tome.comparison.sheets import evenly_spaced, write_sheet
 from ppdiffusers_tome.evaluation.cache import digest
-from ppdiffusers_tome.evaluation.clock import quartiles, ratio_within_rounds, time_in_turns
-from ppdiffusers_tome.evaluation.environment import commit, describe_environment, model_files, sources
 from ppdiffusers_tome.evaluation.markdown import write_page
 from ppdiffusers_tome.evaluation.plotting import (
     BLUE,
@@ -47,7 +50,7 @@ from ppdiffusers_tome.evaluation.plotting import (
     set_title,
     use_log_scale,
 )
-from ppdiffusers_tome.evaluation.quality.image_generation import load_model, model_defaults, read_images
+from ppdiffusers_tome.evaluation.quality.image_generation import load_model, read_images
 from ppdiffusers_tome.evaluation.quality.image_sets import (
     OTHER_SEEDS,
     PLAIN_IMAGES,
@@ -55,16 +58,15 @@ from ppdiffusers_tome.evaluation.quality.image_sets import (
     prompts_of,
     with_seeds,
 )
-from ppdiffusers_tome.evaluation.quality.metrics import psnr
 from ppdiffusers_tome.evaluation.quality.networks import st_lpips
 from ppdiffusers_tome.evaluation.quality.quality_plots import BETTER, TITLES, is_on_frontier
 from ppdiffusers_tome.evaluation.quality.quality_report import cells_of
-from ppdiffusers_tome.evaluation.quality.sheets import evenly_spaced, write_sheet
-from ppdiffusers_tome.evaluation.results import make_result, read_json, write_result
 from ppdiffusers_tome.families.models import text_tokens, vae_factor
 from ppdiffusers_tome.generation.engine import Engine
 from ppdiffusers_tome.inference import ProgramFile, Size, export_pipeline, load_pipeline, programs, tracing
 from ppdiffusers_tome.inference.conversion import Converter
+from ppdiffusers_tome.inference.loading import model_defaults
+from ppdiffusers_tome.inference.folder import ExportedFolder
 from ppdiffusers_tome.inference.pipeline import RUNTIMES
 
 ROOT = Path(__file__).parents[1]
@@ -333,7 +335,7 @@ class Programs:
             file = self._trace(key, reuses, folder)
             write_result(record, {name: getattr(file, name) for name in ("program", "params", "onnx")})
         file = ProgramFile("unet", **json.loads(record.read_text(encoding="utf-8")))
-        return RUNTIMES[runtime](threads=self._evaluation.threads).load(folder, file)
+        return RUNTIMES[runtime](threads=self._evaluation.threads).load(ExportedFolder(folder), file)
 
     def inputs(self) -> dict[str, paddle.Tensor]:
         """Random inputs of a pass of the UNet, for an image with guidance."""
@@ -537,7 +539,7 @@ def main() -> None:
         return
     if unknown := set(options.only) - {arm.name for arm in list_arms()}:
         parser.error(f"--only: {min(unknown)!r} is no arm: choose from {', '.join(arm.name for arm in list_arms())}")
-    defaults = model_defaults(options.model)
+    defaults = model_defaults(options.model, load_model(options.model))
     guidance = defaults.guidance_scale if options.guidance_scale is None else options.guidance_scale
     steps = round((options.steps or defaults.steps) / (options.strength or 1))
     prompts = with_seeds(prompts_of(options.model), options.count, 0)

@@ -113,13 +113,14 @@ def write_half(traceable: Any, dims: dict[str, int], folder: Path) -> Path:
     from ppdiffusers_tome.attach.passes import gpu_form
     from ppdiffusers_tome.inference import tracing
     from ppdiffusers_tome.inference.conversion import Converter
+    from ppdiffusers_tome.inference.folder import ExportedFolder
     from ppdiffusers_tome.inference.onnx_gpu import half_program
     from ppdiffusers_tome.inference.onnx_weights import SharedWeights
 
     with Converter() as converter, gpu_form(True):
         files = tracing._trace(traceable, folder / "program", dims, "model")
         SharedWeights(folder / "model.weights").move(converter.convert(*files, "model"), folder / "model.onnx")
-    return half_program(folder / "model.onnx")
+    return half_program(ExportedFolder(folder), folder.resolve() / "model.onnx")
 
 
 def origin() -> dict[str, str]:

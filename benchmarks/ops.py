@@ -17,15 +17,15 @@ from ppdiffusers.patches.tomesd_patch_utils import bipartite_soft_matching_rando
 
 from ppdiffusers_tome import ToMeConfig, ToMeError
 from ppdiffusers_tome.attach.placement import tokens_kept
+from ppdiffusers_tome.comparison.clock import quartiles, ratio_within_rounds, time_in_turns
+from ppdiffusers_tome.comparison.results import check_result, make_result, read_json, write_result
 from ppdiffusers_tome.evaluation import markdown
-from ppdiffusers_tome.evaluation.clock import quartiles, ratio_within_rounds, time_in_turns
 from ppdiffusers_tome.evaluation.markdown import table
-from ppdiffusers_tome.evaluation.results import check_result, make_result, read_json, write_result
 from ppdiffusers_tome.grid import Grid
 from ppdiffusers_tome.methods import METHODS
 from ppdiffusers_tome.methods.plan import MergePlan, merge, unmerge
 
-GLOBAL, BUILT_IN = "global", "built-in"  # tomesd's method, ours and theirs
+GLOBAL, BUILT_IN = "global", "built-in"  # over the whole grid: ours, and that of ppdiffusers
 MATCHINGS: dict[str, dict[str, Any]] = {
     GLOBAL: {},
     "windows of 8": {"window": 8},
@@ -38,20 +38,20 @@ TOLERANCE = 1e-5  # float32 means of a few tokens of size 1
 
 
 def make_configs(ratio: float) -> dict[str, ToMeConfig]:
-    """The config of each method."""
+    """The config of each kind of matching."""
     return {
         name: ToMeConfig(ratio, "symmetric", **{"window": None, **settings}) for name, settings in MATCHINGS.items()
     }
 
 
 def planner(x: paddle.Tensor, grid: Grid, config: ToMeConfig) -> Callable[[], MergePlan]:
-    """A function that makes the plan of one method for tokens [B, N, C]. Models build a grid's constants once too."""
+    """A function that makes the plan of a config for tokens [B, N, C]. Models build a grid's constants once too."""
     method = METHODS[config.method]
     return partial(method.plan, x, method.constants(grid, config, None), tokens_kept(config, grid))
 
 
 def time_operations(case: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Time plan, merge and unmerge of every method, after checking that the global one equals the built-in.
+    """Time plan, merge and unmerge of every kind of matching, after checking that the global one equals the built-in.
 
     Returns:
         `case`, `rounds`, `difference` (the largest, absolute), and `methods`, the built-in last: each with its
@@ -133,7 +133,7 @@ def write_page(results: Path) -> str:
         results.parent,
         file=file,
         **result,
-        operations=table(["method", *OPERATIONS], [[row["method"], *_cells(row)] for row in result["methods"]]),
+        operations=table(["matching", *OPERATIONS], [[row["method"], *_cells(row)] for row in result["methods"]]),
         plans=table(["tokens", *methods], rows),
     )
 

@@ -19,11 +19,11 @@ from ppdiffusers import StableDiffusionPipeline
 from torch_unet import TorchProcess
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
+from ppdiffusers_tome.comparison.results import check_result, read_json, write_result
+from ppdiffusers_tome.comparison.sheets import image_paths
 from ppdiffusers_tome.evaluation.quality.evaluation import Measurer, calibrate, entry_of
 from ppdiffusers_tome.evaluation.quality.image_generation import from_image, generate_image_set, load_model
 from ppdiffusers_tome.evaluation.quality.image_sets import Evaluation, ImageSet
-from ppdiffusers_tome.evaluation.quality.sheets import image_paths
-from ppdiffusers_tome.evaluation.results import check_result, read_json, write_result
 from ppdiffusers_tome.generation.engine import Engine
 from ppdiffusers_tome.generation.offline import generate_here
 

@@ -19,10 +19,13 @@ from .errors import (
 
 try:
     import paddle
-except ImportError as error:
-    raise ImportError(
-        "ppdiffusers_tome needs PaddlePaddle: install paddlepaddle==2.6.2 (CPU) or paddlepaddle-gpu==2.6.2 "
-        "(CUDA 11.8), not both."
+except ModuleNotFoundError as error:
+    if error.name != "paddle":  # Paddle is there, and lacks something itself
+        raise
+    raise ModuleNotFoundError(
+        "ppdiffusers_tome needs PaddlePaddle: install paddlepaddle==3.3.1 for a CPU, or paddlepaddle-gpu for a GPU "
+        "(2.6.2 up to RTX 30 and A100; for newer ones 3.3.1 from Paddle's own index), not both.",
+        name="paddle",
     ) from error
 check_version("PaddlePaddle", paddle.__version__)
 warn_if_zlib_is_replaced()

@@ -11,6 +11,7 @@ from paddle import nn
 from ppdiffusers import DiffusionPipeline, ModelMixin
 
 from .attach.attach import attach, attached_configs, detach, restore
+from .attach.forward import install_forward
 from .config import ToMeConfig, check_names, controlnet_config
 from .errors import ToMeConfigError
 from .families.models import half_on_cpu
@@ -72,7 +73,8 @@ def apply_tome(
         target itself.
 
     Raises:
-        ToMeConfigError: an argument is not allowed (the message names it), or target is not a pipeline or model.
+        ToMeConfigError: an argument is not allowed (the message names it), target is not a pipeline or model, or a
+            model runs a program that `paddle.incubate.jit.inference` or `paddle.jit.to_static` has made.
         NoMergeableLayerError: the target has no layer that these settings merge. After any error the target is
             unchanged.
 
@@ -122,7 +124,8 @@ def _config_of(config: Any) -> ToMeConfig:
     if isinstance(config, (str, Path)):
         return ToMeConfig.load(config)
     raise ToMeConfigError(
-        f"config={config!r:.200} is not allowed: it must be a ToMeConfig, or the path of a settings file."
+        f"config={config!r:.200} is not allowed: it must be a ToMeConfig, or the path of a settings file. Pass settings "
+        "by name, as in apply_tome(ratio=0.5, window=8)."
     )
 
 
@@ -133,7 +136,8 @@ def remove_tome(target: PipelineOrModel) -> PipelineOrModel:
         target itself.
 
     Raises:
-        ToMeConfigError: target is not a pipeline or model.
+        ToMeConfigError: target is not a pipeline or model, or a model that merges runs a program that
+            `paddle.incubate.jit.inference` or `paddle.jit.to_static` has made.
     """
     detach(target)
     return target
@@ -187,6 +191,7 @@ def install_methods() -> None:
     ppdiffusers adds its own methods to every `nn.Layer`, so they are replaced there; the two new names are added to
     ppdiffusers' classes only.
     """
+    install_forward()
     for cls in (DiffusionPipeline, ModelMixin):
         for name in ("apply_tome", "remove_tome", "tome", "tome_summary"):
             setattr(cls, name, getattr(ToMeMixin, name))

@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 from ._version import __version__
 from .commands import bench, compare, evaluate, export, generate, serve, tune
+from .comparison.results import PROGRAM, command_line
 from .errors import ToMeError
-from .evaluation.results import PROGRAM, command_line
 
 Command: TypeAlias = Callable[[argparse._SubParsersAction], None]  # adds a command to the command line
 COMMANDS: tuple[Command, ...] = (

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
-from .errors import ToMeConfigError
+from .errors import ParameterError, ToMeConfigError
 from .files import write_file
 from .methods import METHODS
 from .methods.method import Method
@@ -294,9 +294,9 @@ def _checked_ratio(config: ToMeConfig, method: Method) -> float:
         ratio = largest
     if not 0 <= ratio <= largest:  # also rejects NaN
         remedy = "; larger sx or sy raise the maximum" if largest < ratio < 1 else ""
-        raise ToMeConfigError(_not_allowed("ratio", config.ratio, allowed + remedy))
+        raise ParameterError("ratio", config.ratio, f"{allowed}{remedy}.")
     if (error := method.ratio_error(ratio, largest)) is not None:
-        raise ToMeConfigError(_not_allowed("ratio", config.ratio, error))
+        raise ParameterError("ratio", config.ratio, f"{error}.")
     return ratio
 
 

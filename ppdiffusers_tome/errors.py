@@ -38,7 +38,7 @@ class ParameterError(ToMeConfigError):
         self.name, self.value, self.rule = name, value, rule
 
     def __str__(self) -> str:
-        return f"{self.name}={self.value!r} is not allowed: {self.rule}"
+        return f"{self.name}={self.value!r:.200} is not allowed: {self.rule}"
 
 
 class NoMergeableLayerError(ToMeError, ValueError):
@@ -51,6 +51,10 @@ class ToMePassError(ToMeError, RuntimeError):
 
 class ToMeExportError(ToMeError, RuntimeError):
     """A pipeline cannot be exported, its program differs from the model, or an exported folder cannot be used."""
+
+
+class ExportChangedError(ToMeExportError):
+    """The files of an exported folder are not those that were loaded, so a program would not match the others."""
 
 
 class UnsupportedVersionError(ToMeError, RuntimeError):

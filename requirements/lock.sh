@@ -27,7 +27,7 @@ requires-python = ">=3.10,<3.13"
 environments = ["sys_platform == 'linux' and platform_machine == 'x86_64' and python_full_version < '3.13'"]
 TOML
 
-# resolve NAME [uv options]: $work/NAME.in -> $work/NAME.lock, one "name==version" a line.
+# resolve NAME [uv options]: $work/NAME.in -> $work/NAME.all, one "name==version" a line, and NAME.lock, without what no import needs.
 # - the platform is always CPython on Linux on x86_64: only Python markers stay
 # - ligo-segments is declared by ppdiffusers but never imported, and is a C extension without wheels: left out, no compiler needed
 # - openvino-telemetry, which reports imports of OpenVINO to its makers: OpenVINO imports without it
@@ -38,7 +38,8 @@ resolve() {
   (cd "$work" && venv/bin/uv pip compile "$name.in" --quiet --universal --python-version 3.10 --no-annotate --no-header "$@") |
     sed -E -e "s/ and (platform_machine|sys_platform|platform_python_implementation|implementation_name) [=!]= '[A-Za-z0-9_]+'//g" \
       -e "s/ (;|and) python_full_version < '3.13'$//" \
-      -e "/implementation_name == 'pypy'/d" -e '/^ligo-segments==/d' -e '/^openvino-telemetry==/d' -e 's/^opencv-python==/opencv-python-headless==/' | LC_ALL=C sort > "$work/$name.lock"
+      -e "/implementation_name == 'pypy'/d" > "$work/$name.all"
+  sed -e '/^ligo-segments==/d' -e '/^openvino-telemetry==/d' -e 's/^opencv-python==/opencv-python-headless==/' "$work/$name.all" | LC_ALL=C sort > "$work/$name.lock"
 }
 
 # emit FILE, with the lines of standard input below the file's own leading comment (kept as it is: edit it in the file).
@@ -73,7 +74,8 @@ own gpu common.txt | emit gpu.txt
 resolve serve --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
 LC_ALL=C comm -13 "$work/shared" "$work/serve.lock" | emit ../ppdiffusers_tome/requirements/serve.txt
 resolve eval --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
-LC_ALL=C comm -13 "$work/shared" "$work/eval.lock" | emit ../ppdiffusers_tome/requirements/eval.txt
+# scikit-image is in every stack, but not in an environment that pip made of an extra.
+{ grep -E '^(imageio|scikit-image|tifffile)==' "$work/shared"; LC_ALL=C comm -13 "$work/shared" "$work/eval.lock"; } | LC_ALL=C sort | emit ../ppdiffusers_tome/requirements/eval.txt
 resolve onnx --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
 LC_ALL=C comm -13 "$work/shared" "$work/onnx.lock" | emit ../ppdiffusers_tome/requirements/onnx.txt
 resolve test --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
@@ -83,6 +85,9 @@ LC_ALL=C comm -13 "$work/common" "$work/test.lock" | emit test.txt
 LC_ALL=C sort -u "$work/shared" "$work/test.lock" > "$work/constraints"
 resolve ray --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
 LC_ALL=C sort -u "$work/shared" "$work/serve.lock" | LC_ALL=C comm -13 - "$work/ray.lock" | emit ../ppdiffusers_tome/requirements/ray.txt
+
+# For pip, which installs all that is declared and reads "-r" in a file of constraints as requirements: one file, with what the locks leave out.
+(cd "$work" && LC_ALL=C sort -u paddle3.all paddle3.lock runtime.all serve.all eval.all onnx.all ray.all) | emit ../constraints.txt
 
 # The site is built in an environment of its own.
 cp docs.in "$work"

@@ -30,7 +30,7 @@ from ppdiffusers_tome.attach.passes import BlockWrap
 from ppdiffusers_tome.evaluation.speed import runner
 from ppdiffusers_tome.evaluation.speed.worker import measure_case
 from ppdiffusers_tome.inference import export_pipeline, tracing
-from ppdiffusers_tome.inference.arguments import make_configs
+from ppdiffusers_tome.inference.arguments import list_sizes, make_configs
 from ppdiffusers_tome.inference.export import write_export
 
 # OpenVINO imports absl, whose handler closes its stream when uvicorn configures logging: then it must not be pytest's.
@@ -354,7 +354,9 @@ def export_linked(pipe, folder, ratios=None, sizes=None, **options):
     options = {"format": "paddle", **options}
     names = inspect.signature(write_export).parameters
     settings = {name: options.pop(name) for name in [*options] if name not in names}
-    return write_export(pipe, Path(folder), make_configs(ratios, settings), sizes, progress=False, **options)
+    return write_export(
+        pipe, Path(folder), make_configs(ratios, settings), list_sizes(sizes), progress=False, **options
+    )
 
 
 def tiny_pipeline(**changes):

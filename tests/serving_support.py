@@ -139,7 +139,7 @@ def serving(engine=None, limits=LIMITS, config=None, load=None, name="fake", sec
     app = create_app(queue, config)
     listener = listen("127.0.0.1", port)
     port = listener.getsockname()[1]  # before the start: a server whose model does not load closes it
-    server = DrainingServer(app, queue, seconds)
+    server = DrainingServer(app, queue, seconds, config.keep_alive_seconds)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     queue.start()
     thread.start()

@@ -10,8 +10,8 @@ import pytest
 from alternatives import Variant
 from conftest import inputs, traces
 
+from ppdiffusers_tome.comparison.results import read_json
 from ppdiffusers_tome.evaluation.quality.quality_plots import is_on_frontier
-from ppdiffusers_tome.evaluation.results import read_json
 from ppdiffusers_tome.inference import programs
 
 

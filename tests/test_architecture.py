@@ -53,6 +53,17 @@ def test_imports_run_one_way(path):
     assert not backward, f"{module} imports {backward}"
 
 
+def test_only_the_commands_that_measure_import_the_evaluation():
+    measuring = {"bench", "evaluate", "evaluation_options", "tune"}
+    importing = {
+        module
+        for path in FILES
+        if not (module := module_of(path)).startswith("evaluation")
+        and any(other.startswith("evaluation") for other in imported_modules(path))
+    }
+    assert importing == {f"commands.{name}" for name in measuring}
+
+
 def test_no_two_modules_of_the_evaluation_share_a_name():
     names = [path.stem for path in FILES if module_of(path).startswith("evaluation.") and path.stem != "__init__"]
     assert len(names) == len(set(names))

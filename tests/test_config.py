@@ -1,4 +1,4 @@
-"""The settings: their ranges and messages, what a method brings and lacks, settings files, and those of releases 2.x."""
+"""The settings: their ranges and messages, what a method brings and lacks, settings files, those of 2.x."""
 
 import copy
 import dataclasses
@@ -402,8 +402,11 @@ UPGRADED = [  # what of those differs from the defaults of 2.x, and the settings
     ({"merge_attn": False, "merge_mlp": True}, {"merge_attn": False, "merge_mlp": True}),
     ({"merge_attn": "kv", "match": "grid", "ratio": 0.75}, {"method": "todo", "use_rand": True}),
     ({"merge_attn": "kv", "match": "grid", "ratio": 0.75, "use_rand": False, "window": 8}, {"method": "todo"}),
-    ({"merge_attn": "kv", "match": "grid", "ratio": 0.875, "sx": 4, "blend": 0}, {"method": "todo", "use_rand": True, "sx": 4}),
-]  # fmt: skip
+    (
+        {"merge_attn": "kv", "match": "grid", "ratio": 0.875, "sx": 4, "blend": 0},
+        {"method": "todo", "use_rand": True, "sx": 4},
+    ),
+]
 
 
 @pytest.mark.parametrize(("settings", "expected"), UPGRADED)

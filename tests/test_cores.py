@@ -10,7 +10,7 @@ import pytest
 import ppdiffusers_tome
 from ppdiffusers_tome import cores
 from ppdiffusers_tome.commands import image_options
-from ppdiffusers_tome.evaluation import environment
+from ppdiffusers_tome.comparison import environment
 from ppdiffusers_tome.inference.paddle_runtime import PaddleRuntime
 
 PACKAGE = Path(ppdiffusers_tome.__file__).parent
@@ -104,4 +104,4 @@ def test_no_other_module_counts_cores():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute) and node.attr in ("cpu_count", "sched_getaffinity")
     }
-    assert counting == {"cores.py", "evaluation/environment.py"}
+    assert counting == {"cores.py", "comparison/environment.py"}

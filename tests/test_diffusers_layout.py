@@ -18,6 +18,7 @@ from ppdiffusers import (
     StableDiffusionControlNetPipeline,
     StableDiffusionImg2ImgPipeline,
     StableDiffusionInpaintPipeline,
+    StableDiffusionXLImg2ImgPipeline,
     StableDiffusionXLPipeline,
 )
 from zoo.parts import (
@@ -26,6 +27,7 @@ from zoo.parts import (
     SDXL,
     controlnet,
     sdxl,
+    sdxl_refiner,
     stable_diffusion,
     text_encoder_with_projection,
     unet,
@@ -34,7 +36,8 @@ from zoo.parts import (
 from ppdiffusers_tome import ToMeConfigError, ToMeExportError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import export as export_command
-from ppdiffusers_tome.inference import export_pipeline, read_manifest
+from ppdiffusers_tome.inference import diffusers_layout, export_pipeline, read_manifest
+from ppdiffusers_tome.inference import export as export_module
 from ppdiffusers_tome.inference.diffusers_layout import MARK, DiffusersLayout
 from ppdiffusers_tome.inference.onnx_weights import external_places
 from ppdiffusers_tome.inference.runtime import FUSED_TOLERANCE, load_module
@@ -230,6 +233,22 @@ def test_sdxl_returns_the_states_of_all_layers(tmp_path):
             assert relative_difference(outputs[key], expected.numpy()) < 1e-4, key
 
 
+def test_the_refiner_of_sdxl(tmp_path):
+    """Its classes are those of stable-diffusion-xl-refiner-1.0. OpenVINO GenAI needs the first text encoder."""
+    pipe, folder = StableDiffusionXLImg2ImgPipeline(**sdxl_refiner()), tmp_path / "out"
+    export_pipeline(pipe, folder, 0.5, [(32, 32)], layout="diffusers", progress=False)
+    index = read(folder, "model_index.json")
+    assert index["text_encoder"] == index["tokenizer"] == [None, None]
+    assert index["text_encoder_2"] == ["transformers", "CLIPTextModelWithProjection"]
+    assert index["requires_aesthetics_score"] is True
+    assert values(model(folder, "unet").graph.input)["time_ids"] == ("FLOAT", ["batch_size", 5])
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == {
+        *("unet", "vae_decoder", "vae_encoder", "text_encoder_2", "tokenizer_2", "scheduler")
+    }
+    readme = diffusers_layout._readme(DiffusersLayout("openvino"), pipe, index[MARK], has_encoder=True)
+    assert "OVStableDiffusionXLImg2ImgPipeline" in readme and "openvino_genai" not in readme
+
+
 # Configs
 
 
@@ -305,16 +324,28 @@ def test_the_readme_passes_what_the_class_takes(onnx_folder, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"ratios": (0.5, 0)}, "ratios 0.5, 0 are not allowed with layout='diffusers'"),
-        ({"sizes": [(32, 32), (32, 40)]}, "sizes 32x32, 40x32 are not allowed with layout='diffusers'"),
-        ({"format": "paddle"}, r"format='paddle' is not allowed with layout='diffusers': it must be one of \['onnx'"),
-        ({"format": "both"}, "format='both' is not allowed with layout='diffusers'"),
+        ({"ratios": (0.5, 0)}, r"ratios=\('0.5', '0'\) is not allowed: the layout 'diffusers' has one UNet"),
+        (
+            {"sizes": [(32, 32), (32, 40)]},
+            r"sizes=\('32x32', '40x32'\) is not allowed: the layout 'diffusers' has one UNet",
+        ),
+        ({"format": "paddle"}, r"format='paddle' is not allowed: the layout 'diffusers' has one of \['onnx'"),
+        ({"format": "both"}, "format='both' is not allowed: the layout 'diffusers' has"),
         ({"runtime": "paddle"}, "runtime='paddle' is not allowed: it must be one of"),
-        ({"format": "openvino", "runtime": "onnxruntime"}, "does not read OpenVINO's files"),
+        (
+            {"format": "openvino", "runtime": "onnxruntime"},
+            "runtime='onnxruntime' is not allowed: ONNX Runtime does not read files of the format 'openvino'",
+        ),
         ({"layout": "onnx"}, r"layout='onnx' is not allowed: it must be one of \['ppdiffusers', 'diffusers'\]"),
-        ({"layout": "ppdiffusers", "runtime": "openvino"}, "runtime='openvino' .* without layout='diffusers'"),
-        ({"layout": "ppdiffusers", "format": "openvino"}, "format='openvino' is not allowed without layout"),
-        ({"merge_map": True}, "merge_map=True is not allowed with layout='diffusers'"),
+        (
+            {"layout": "ppdiffusers", "runtime": "openvino"},
+            "runtime='openvino' is not allowed: it is for the layout 'diffusers'",
+        ),
+        (
+            {"layout": "ppdiffusers", "format": "openvino"},
+            "format='openvino' is not allowed: it is for the layout 'diffusers'",
+        ),
+        ({"merge_map": True}, "merge_map=True is not allowed: no loader of the layout 'diffusers' reads it"),
     ],
 )
 def test_wrong_requests_are_errors(tiny, tmp_path, arguments, words):
@@ -327,7 +358,7 @@ def test_wrong_requests_are_errors(tiny, tmp_path, arguments, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"controlnet": None}, "StableDiffusionControlNetPipeline cannot be exported with layout='diffusers'"),
+        ({"controlnet": None}, "StableDiffusionControlNetPipeline cannot be exported in the layout 'diffusers'"),
         ({"text_encoder": text_encoder_with_projection}, None),
         ({"scheduler": PreconfigLMSDiscreteScheduler}, "PreconfigLMSDiscreteScheduler, which diffusers does not have"),
     ],
@@ -366,23 +397,26 @@ def test_the_command_checks_options_before_it_loads_the_model(tmp_path, monkeypa
     monkeypatch.setattr(export_command, "load_for_export", lambda *_, **__: pytest.fail("it loads the model"))
     command = ["export", "--model", "x/y", "--output", str(tmp_path / "out"), "--layout", "diffusers"]
     for options, words in (
-        (["--ratio", "0.5", "0"], "ratios 0.5, 0"),
-        (["--size", "32", "48"], "sizes 32x32, 48x48"),
-        (["--format", "both"], "format='both'"),
-        (["--format", "openvino", "--for", "onnxruntime"], "--for onnxruntime"),
+        (["--ratio", "0.5", "0"], "--ratio 0.5 0 is not allowed: the layout 'diffusers' has one UNet"),
+        (["--size", "32", "48x32"], "--size 32x32 48x32 is not allowed: the layout 'diffusers' has one UNet"),
+        (["--format", "both"], "--format both is not allowed: the layout 'diffusers' has"),
+        (["--format", "openvino", "--for", "onnxruntime"], "--for onnxruntime is not allowed: ONNX Runtime does not"),
     ):
         assert main([*command, *options]) == 2
         assert words in capsys.readouterr().err
     assert main([*command[:-2], "--for", "openvino"]) == 2
-    assert "layout='diffusers'" in capsys.readouterr().err
+    assert "--for openvino is not allowed: it is for the layout 'diffusers'" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
 
 
-def test_the_command_writes_the_folder(tmp_path, capsys):
+def test_the_command_writes_the_folder(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(export_module, "sha256", lambda _: pytest.fail("what is deleted at the end is hashed"))
     tiny_pipeline().save_pretrained(str(tmp_path / "model"))
     command = ["export", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--size", "32"]
     assert main([*command, "--layout", "diffusers", "--for", "onnxruntime"]) == 0
     assert read(tmp_path / "out", "model_index.json")[MARK]["size"] == "32x32"
     assert "MultiHeadAttention" in [node.op_type for node in model(tmp_path / "out", "unet").graph.node]
     printed = capsys.readouterr().out
+    megabytes = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file()) / 1e6
+    assert f", {megabytes:.0f} MB\n" in printed
     assert "\nunet  " in printed and f"{tmp_path / 'out' / 'README.md'} has the lines that load it" in printed

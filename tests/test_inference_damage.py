@@ -104,6 +104,7 @@ def test_random_damage_of_the_other_files(exported_folder, tmp_path):
         (set_to("programs", 0, "program", "unet/no.pdmodel"), "files is unknown or inconsistent with the other"),
         (set_to("programs", 0, "program", "../unet/inference.pdmodel"), "programs.0.program: String should match"),
         (set_to("programs", 0, "parity", "batch 1", float("nan")), "programs.0.parity.batch 1: .* finite number"),
+        (set_to("files", {}), "is damaged, because it lists no files"),
         (set_to("merging", {}), "merging is unknown or inconsistent"),
         (set_to("merging", "0.5", 0, "sx", 0), "sx=0 is not allowed: it must be an integer"),
         (set_to("pipeline", "Popen"), "pipeline is unknown or inconsistent"),

@@ -13,26 +13,34 @@ import numpy as np
 import paddle
 import pytest
 from conftest import MIN_THREADS, ONNX_SETTINGS, export_linked, tiny_pipeline, traces
-from ppdiffusers import DiffusionPipeline, StableDiffusionControlNetPipeline, StableDiffusionPipeline
+from ppdiffusers import (
+    DiffusionPipeline,
+    StableDiffusionControlNetPipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLImg2ImgPipeline,
+)
 from ppdiffusers.pipelines.controlnet import MultiControlNetModel
-from zoo.parts import ONE_LEVEL, controlnet, stable_diffusion, unet
+from zoo.parts import ONE_LEVEL, controlnet, sdxl_refiner, stable_diffusion, unet
 
 from ppdiffusers_tome import NoMergeableLayerError, ToMeConfig, ToMeConfigError, ToMeExportError
 from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import export as export_command
+from ppdiffusers_tome.generation.engine import load_engine
 from ppdiffusers_tome.inference import (
     PaddleRuntime,
     ProgramFile,
     Size,
+    export_pipeline,
     load_pipeline,
     parse_size,
     programs,
     read_manifest,
+    replacement,
     tracing,
 )
 from ppdiffusers_tome.inference import export as export_module
-from ppdiffusers_tome.inference.arguments import merging_of
+from ppdiffusers_tome.inference.arguments import list_sizes, merging_of
 from ppdiffusers_tome.inference.export import unmerged_programs
 from ppdiffusers_tome.inference.loading import require_model_folder
 from ppdiffusers_tome.inference.manifest import find_ratio, ratio_name
@@ -287,6 +295,61 @@ def test_ratios_that_are_equal_to_six_digits_are_one(exported_folder, tiny):
     assert ratio_name([*configs][1]) == "0"
 
 
+def test_a_controlnet_cannot_merge_alone(tmp_path):
+    """The programs would be those of ratio 0, which is plain."""
+    pipe = StableDiffusionControlNetPipeline(**stable_diffusion(controlnet=controlnet()))
+    pipe.controlnet.apply_tome(0.5)
+    for unet_ratio in (None, 0):
+        if unet_ratio is not None:
+            pipe.unet.apply_tome(unet_ratio)
+        with pytest.raises(ToMeConfigError, match=r"only the ControlNet merges, at ratio 0\.5, but a prog"):
+            export(pipe, tmp_path / "out")
+    with pytest.raises(ToMeConfigError, match=r"controlnet=0\.3 is not allowed: the UNet does not merge at any"):
+        export(pipe, tmp_path / "out", 0, controlnet=0.3)
+    assert merging_of(pipe, [ToMeConfig(0)], controlnet=True) == {0.0: (None, None)}
+    assert not any(tmp_path.iterdir())
+
+
+# Pipelines without some components
+
+
+def test_the_refiner_of_sdxl(tmp_path):
+    pipe = StableDiffusionXLImg2ImgPipeline(**sdxl_refiner())
+    folder = tmp_path / "out"
+    manifest = export(pipe, folder, 0.5, [(32, 32)])
+    assert [file.model for file in manifest.programs] == ["unet", "text_encoder_2", "vae_decoder", "vae_encoder"]
+    assert read_manifest(folder, verify=True) == manifest
+    loaded, images = load_pipeline(folder), []
+    assert loaded.text_encoder is None and loaded.config.requires_aesthetics_score is True
+    pipe.apply_tome(0.5)
+    for one in (pipe, loaded):
+        paddle.seed(0)
+        image = paddle.linspace(0, 1, 3 * 32 * 32).reshape([1, 3, 32, 32])
+        settings = {"num_inference_steps": 2, "strength": 0.5, "output_type": "np"}
+        images.append(one("a fox", image=image, generator=paddle.Generator().manual_seed(0), **settings).images)
+    np.testing.assert_allclose(*images, atol=1e-4)
+    with pytest.raises(ToMeConfigError, match="SDXL's refiner, which needs an image in every call: it cannot be"):
+        load_engine(folder)
+
+
+@pytest.mark.parametrize("layout", ["ppdiffusers", "diffusers"])
+@pytest.mark.parametrize("name", ["unet", "vae", "scheduler", "text_encoder", "tokenizer"])
+def test_components_that_are_none(tiny, tmp_path, layout, name):
+    pipe = StableDiffusionPipeline(**tiny.components, requires_safety_checker=False)
+    pipe.register_modules(**{name: None})
+    with pytest.raises(ToMeExportError, match=f"the pipeline's {name} is None"):
+        export_pipeline(pipe, tmp_path / "out", 0.5, [(32, 32)], layout=layout, progress=False)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["text_encoder_2", "tokenizer_2"])
+def test_what_the_refiner_needs(tmp_path, name):
+    pipe = StableDiffusionXLImg2ImgPipeline(**sdxl_refiner())
+    pipe.register_modules(**{name: None})
+    with pytest.raises(ToMeExportError, match=f"the pipeline's {name} is None"):
+        export(pipe, tmp_path / "out", 0.5, [(32, 32)])
+
+
 # Errors leave nothing behind
 
 
@@ -312,6 +375,35 @@ def test_program_that_differs_is_an_error(tiny, tmp_path):
     finally:
         hook.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("starts_late", [True, False])
+def test_two_exports_into_one_new_folder(exported_folder, tiny, tmp_path, monkeypatch, starts_late):
+    """One is written and the other an error: at once, or at its end where both have started at the same time."""
+    linked = [(exported_folder, file) for file in read_manifest(exported_folder).programs]
+    copy_parts, folder, written = export_module.copy_parts, tmp_path / "out", []
+
+    def write(ratio):
+        settings = {"image_to_image": True, "linked": linked}
+        written.append(export(tiny, folder, ratio, [(32, 32)], **settings))
+
+    def write_another_first(*arguments):
+        monkeypatch.setattr(export_module, "copy_parts", copy_parts)
+        copy_parts(*arguments)
+        if starts_late:
+            with pytest.raises(ToMeExportError, match=r"out cannot be written \(another process is writing it now\)"):
+                write(0)
+        else:
+            monkeypatch.setattr(replacement, "_is_in_use", lambda _: False)
+            write(0)
+
+    monkeypatch.setattr(export_module, "copy_parts", write_another_first)
+    if starts_late:
+        write(0.5)
+    else:
+        with pytest.raises(FileExistsError, match="out was written by another process in the meantime"):
+            write(0.5)
+    assert [read_manifest(folder, verify=True)] == written and [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_failing_overwrite_keeps_the_earlier_export(exported_folder, tiny, tmp_path, monkeypatch):
@@ -423,13 +515,19 @@ def test_an_export_after_one_that_failed(tmp_path):
         ({"ratios": 0.5, "seed": None}, "seed=None"),
         ({"ratios": (0.5, 0.5000001)}, r"ratios 0\.5 and 0\.5000001 are the same"),
         ({"ratios": ({1.0: 0.5, 0.5: 0.3}, 0.5)}, r"ratio=\{1\.0: 0\.5, 0\.5: 0\.3\} .* must be a number"),
-        ({"sizes": [(32, 33)]}, "size=33x32"),
-        ({"sizes": [(132, 100)]}, "size=100x132 .* multiples of 8 px. The nearest sizes are 96x128 and 104x136"),
-        ({"sizes": [(32, 32), (12, 4)]}, "size=4x12 .* 8x8 and 8x16"),
-        ({"sizes": [(0, 32)]}, "size=32x0"),
+        ({"sizes": [(32, 33)]}, "size='33x32'"),
+        ({"sizes": [(132, 100)]}, "size='100x132' .* multiples of 8 px. The nearest sizes are 96x128 and 104x136"),
+        ({"sizes": [(32, 32), (12, 4)]}, "size='4x12' .* 8x8 and 8x16"),
+        ({"sizes": [(0, 32)]}, "size='32x0'"),
         ({"sizes": []}, "sizes is empty"),
+        ({"sizes": (256, 256)}, r"sizes=\(256, 256\) .* such as \[\(512, 768\)\], or one number"),
+        ({"sizes": "256"}, "sizes='256' is not allowed: it must be a list"),
+        ({"sizes": [(32, 32, 32)]}, "must be a list"),
+        ({"sizes": 32.0}, r"sizes=32\.0 is not allowed"),
+        ({"ratios": "0.5"}, "ratio='0.5' .* must be a number"),
+        ({"ratios": np.float32(0.8)}, r"ratio=.*0\.8.* is not allowed: it must be"),
         ({"format": "tflite"}, "format='tflite'.*'both'"),
-        ({"ratios": 0, "merge_map": True}, "merge_map=True is not allowed without a ratio above 0"),
+        ({"ratios": 0, "merge_map": True}, "merge_map=True is not allowed: without a ratio above 0"),
         ({"ratios": None, "use_rand": False}, "use_rand cannot be set without ratios"),
     ],
 )
@@ -437,6 +535,15 @@ def test_invalid_arguments_are_rejected(tiny, tmp_path, settings, message):
     with pytest.raises(ToMeConfigError, match=message):
         export(tiny, tmp_path / "out", **{"ratios": 0.5, **settings})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_number_is_a_square_and_numbers_may_be_of_numpy(tiny, exported_folder, tmp_path):
+    linked = [(exported_folder, file) for file in read_manifest(exported_folder).programs]
+    settings = {"image_to_image": True, "linked": linked}
+    assert export(tiny, tmp_path / "a", np.float32(0.5), 32, **settings).sizes == (Size(32, 32),)
+    manifest = export(tiny, tmp_path / "b", np.array([0.5, 0]), [np.array([32, 48]).tolist()], **settings)
+    assert manifest.ratios == (0.5, 0) and manifest.sizes == (Size(32, 48),)
+    assert list_sizes([[np.int64(32), 48]]) == [(32, 48)] and list_sizes(np.int64(32)) == [(32, 32)]
 
 
 def test_settings_that_merge_nothing_are_an_error(tmp_path):
@@ -462,7 +569,9 @@ def test_pipelines_that_cannot_be_exported(exported_folder, tmp_path):
         with pytest.raises(ToMeExportError, match=message):
             export(pipe, tmp_path / "out", 0.5)
     controlled = StableDiffusionControlNetPipeline(**stable_diffusion(controlnet=controlnet()))
-    with pytest.raises(ToMeConfigError, match="merge_map=True is not allowed for StableDiffusionControlNetPipeline"):
+    with pytest.raises(
+        ToMeConfigError, match="merge_map=True is not allowed: StableDiffusionControlNetPipeline has no"
+    ):
         export(controlled, tmp_path / "out", 0.5, merge_map=True)
 
 
@@ -511,10 +620,15 @@ def test_command_rejects(options, message, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--ratio", "0.9"], "ratio=0.9 is not allowed"),
+        (["--ratio", "0.9"], "error: --ratio 0.9 is not allowed: it must be a number from 0"),
+        (["--ratio", "0.5", "--merging", "match=grid"], "error: --ratio 0.5 is not allowed: with match='grid'"),
+        (["--merging", "ratio=0.9"], "error: ratio=0.9 is not allowed"),  # as it was written
         (["--ratio", "0.5", "0.5000001"], "ratios 0.5 and 0.5000001 are the same"),
-        (["--controlnet-ratio", "2"], "controlnet=2.0 is not allowed"),
-        (["--size", "132"], "size=132x132 is not allowed"),
+        (["--controlnet-ratio", "2"], "error: --controlnet-ratio 2.0 is not allowed: it must be a number"),
+        (["--size", "132"], "error: --size 132x132 is not allowed"),
+        (["--size", "32x"], "error: --size 32x is not allowed: it must be WIDTHxHEIGHT"),
+        (["--for", "openvino"], "error: --for openvino is not allowed: it is for the layout 'diffusers'"),
+        (["--format", "openvino"], "error: --format openvino is not allowed: it is for the layout 'diffusers'"),
         (["--output", "/proc/x"], "/proc/x cannot be written (No such file or directory): pass another"),
         (["--output", "/proc"], "/proc cannot be written (it is a mount point)"),
         (["--output", f"{__file__}/out"], "cannot be written (Not a directory)"),
@@ -526,6 +640,22 @@ def test_command_checks_its_options_before_it_loads_the_model(options, message, 
     assert main(["export", "--model", "x/y", "--output", str(tmp_path / "new" / "out"), *options]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["export", "compare", "generate", "serve"])
+def test_a_missing_folder_is_not_a_name_of_a_hub(command, tmp_path, monkeypatch, capsys):
+    (tmp_path / "examples").mkdir()
+    monkeypatch.chdir(tmp_path)
+    arguments = {"export": ["--output", "out"], "compare": [], "serve": []}
+    arguments["generate"] = ["--prompts", "prompts.txt", "--output", "out"]
+    (tmp_path / "prompts.txt").write_text("a fox")
+    assert main([command, "--model", "examples/nope_sd", *arguments[command]]) == 2
+    error = capsys.readouterr().err
+    assert "examples/nope_sd does not exist. It is not taken for a hub name" in error or "is not a folder" in error
+    require_model_folder("owner/name", hub_names=True)
+    controlled = ["export", "--model", "owner/name", "--controlnet", "examples/nope_sd", "--output", "out"]
+    assert main(controlled) == 2
+    assert "examples/nope_sd does not exist" in capsys.readouterr().err
 
 
 def test_a_model_folder_is_required(exported_folder, tmp_path):

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import pytest
 
@@ -152,6 +153,43 @@ def test_what_restores_nothing(folder):
     restore(folder.parent / "a" / "b")
     assert names(folder) == [".out.replaced", "out"]
     assert earlier_folder(folder) is None and earlier_folder(folder.parent / "a" / "b") is None
+
+
+def test_of_two_that_write_a_new_folder_one_fails(tmp_path):
+    new = tmp_path / "new"
+    message = "new was written by another process in the meantime"
+    with pytest.raises(FileExistsError, match=message), replacing(new, overwrite=False) as first:
+        (first / "content").write_text("first")
+        with pytest.raises(OSError, match="another process is writing it now"):
+            check_replaceable(new, overwrite=False)
+        check_replaceable(new)
+        check_replaceable(tmp_path / "other", overwrite=False)
+        with replacing(new, overwrite=False) as second:
+            (second / "content").write_text("second")
+    assert content(new) == "second" and names(new) == ["new"]
+    with replacing(tmp_path / "empty", overwrite=False):
+        (tmp_path / "empty").mkdir()
+    check_replaceable(new, overwrite=False)
+
+
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_a_temporary_folder_that_another_process_locks_first(folder, monkeypatch, is_deleted):
+    """It takes a new one without a lock for one that a killed process has left behind."""
+    make, made = replacement._make_partial, []
+
+    def make_and_lock(target):
+        partial = make(target)
+        made.append(partial)
+        if len(made) == 1:
+            other.enter_context(replacement._locked(partial))
+            if is_deleted:
+                partial.rmdir()
+        return partial
+
+    monkeypatch.setattr(replacement, "_make_partial", make_and_lock)
+    with ExitStack() as other:
+        replace(folder)
+    assert content(folder) == "new" and names(folder) == ["out"] and len(made) == 2
 
 
 def test_signals_are_left_to_the_program_that_handles_them(folder, monkeypatch):

@@ -13,7 +13,6 @@ from paddle import inference
 from ppdiffusers import (
     AutoencoderKL,
     EulerDiscreteScheduler,
-    PaddleInferRuntimeModel,
     PaddleInferStableDiffusionPipeline,
     StableDiffusionControlNetPipeline,
     StableDiffusionImg2ImgPipeline,
@@ -22,6 +21,7 @@ from ppdiffusers import (
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
+from ppdiffusers.models import paddleinfer_runtime
 from ppdiffusers.models.attention_processor import AttnProcessor
 from ppdiffusers.transformers import CLIPTextModel
 from zoo.parts import ONE_DEPTH, ONE_LEVEL, SDXL, controlnet, image, mask, sdxl, stable_diffusion, unet
@@ -36,6 +36,7 @@ from ppdiffusers_tome.inference import (
     read_manifest,
 )
 from ppdiffusers_tome.inference.export import unmerged_programs
+from ppdiffusers_tome.inference.folder import ExportedFolder
 from ppdiffusers_tome.inference.paddle_runtime import SHAPE_FILE, Predictor
 
 PADDLE2 = paddle.__version__.startswith("2.")
@@ -218,24 +219,17 @@ def test_inpainting_model_with_nine_channels(others, tmp_path):
 
 @pytest.mark.skipif(PADDLE2, reason="ppdiffusers calls predictor.run([tensors]), which crashes on Paddle 2.6's CPU")
 def test_pipeline_class_of_ppdiffusers_loads_the_folder(exported_folder, tiny, monkeypatch):
+    """With Paddle 3 by the line of docs/export.md; the rest is for CPUs, and for a VAE that is not the usual one."""
+
     def cpu_config():
         config = inference.Config()
         config.disable_gpu()
         config.disable_mkldnn()
         return config
 
-    index = json.loads((exported_folder / "model_index.json").read_text())
-    parts = {
-        # The pipeline's from_pretrained expects inference.pdmodel, which Paddle 3 does not write.
-        name: PaddleInferRuntimeModel.from_pretrained(
-            str(exported_folder / name), model_file_name="inference.json", infer_configs=cpu_config()
-        )
-        for name, library_and_class in index.items()
-        if library_and_class == ["ppdiffusers", "PaddleInferRuntimeModel"]
-    }
-    others = dict.fromkeys(("safety_checker", "feature_extractor", "image_encoder"))
-    pipe = PaddleInferStableDiffusionPipeline(**parts, **others, tokenizer=tiny.tokenizer, scheduler=tiny.scheduler)
-    # It assumes Stable Diffusion's VAE.
+    monkeypatch.setattr(paddleinfer_runtime, "PADDLE_INFER_MODEL_NAME", "inference.json")
+    configs = {name: cpu_config() for name in ("text_encoder", "unet", "vae_decoder", "vae_encoder")}
+    pipe = PaddleInferStableDiffusionPipeline.from_pretrained(str(exported_folder), infer_configs=configs)
     pipe.post_init(tiny.vae.config.scaling_factor, tiny.vae_scale_factor)
     monkeypatch.setattr(paddle.device, "synchronize", lambda: None)  # it calls this on CPUs, where it raises
     with tiny.tome(ratio=0.5):
@@ -491,7 +485,18 @@ def test_gpu_settings_call_existing_methods(tensorrt, tmp_path, monkeypatch):
     assert config.enable_tensorrt_engine.called == (tensorrt is True)
 
 
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("name", ["inference.json", "inference.pdmodel"])
+def test_memory_is_optimized_unless_it_fails(device, name, tmp_path, monkeypatch):
+    """It fails with Paddle 3's programs, whatever the device."""
+    monkeypatch.setattr(paddle.device.cuda, "device_count", lambda: 1)
+    config = mock.create_autospec(inference.Config, instance=True)
+    paddle_runtime._configure(config, PaddleRuntime(device=device), tmp_path / name, is_unet=True)
+    assert config.enable_memory_optim.called == name.endswith(".pdmodel")
+    assert config.enable_use_gpu.called == (device == "gpu")
+
+
 @pytest.mark.skipif(not PADDLE2, reason="about Paddle 2.6")
 def test_programs_of_paddle_3_are_rejected_by_paddle_2(tmp_path):
     with pytest.raises(ToMeExportError, match="exported by Paddle 3"):
-        PaddleRuntime().load(tmp_path, ProgramFile("unet", "inference.json", "inference.pdiparams"))
+        PaddleRuntime().load(ExportedFolder(tmp_path), ProgramFile("unet", "inference.json", "inference.pdiparams"))

@@ -22,6 +22,7 @@ from ppdiffusers_tome import (
     remove_tome,
     tome_summary,
 )
+from ppdiffusers_tome.attach.passes import gpu_form
 from ppdiffusers_tome.attach.placement import placements
 from ppdiffusers_tome.macs import count_macs, matching_macs, saved_macs
 
@@ -117,6 +118,21 @@ def test_saved_macs_are_those_that_a_merged_pass_skips(settings, monkeypatch):
     merged = measured(unet, lambda: run(unet, batch=1), monkeypatch)
     assert merged < plain
     assert plain - merged == saved + matching
+
+
+@pytest.mark.parametrize("settings", [{}, {"window": 8, "method": "kv"}, {"max_downsample": 2}])
+def test_the_form_for_gpus_is_counted_as_measured(settings, monkeypatch):
+    """It compares every token of a window with its dst."""
+    unet, config = make_unet(), ToMeConfig(**settings)
+    matching = 0
+    for mergeable, _ in placements(unet, config):
+        tokens, channels = (256, 32) if mergeable.level == 1 else (64, 64)
+        matching += tokens * min(tokens, config.window**2) // 4 * channels
+    plain = measured(unet, lambda: run(unet, batch=1), monkeypatch)
+    unet.apply_tome(**settings)
+    with gpu_form(True):
+        merged = measured(unet, lambda: run(unet, batch=1), monkeypatch)
+        assert plain - merged == unet.tome_summary(16, 16).saved + matching
 
 
 def sd3_pass(h, w):
@@ -216,6 +232,15 @@ def test_summary_of_the_bundled_pipeline(pipe):
     assert " 1536 of 3072  attn" in str(equal) and "keys and values" not in str(equal)
 
 
+def test_summary_of_the_form_for_gpus(unet):
+    """Where weights are on a GPU, or within `gpu_form(True)`; these grids are those of Stable Diffusion at 512 px."""
+    unet.apply_tome()
+    assert {(b.kept, b.kept_keys) for b in unet.tome_summary(64, 64).blocks} == {(3251, 1291)}
+    with gpu_form(True):
+        assert {(b.kept, b.kept_keys) for b in unet.tome_summary(64, 64).blocks} == {(3200, 1280)}
+        assert {(b.kept, b.kept_keys) for b in unet.tome_summary(60, 64).blocks} == {(3048, 1210)}  # as on a CPU
+
+
 def test_summary_of_keys_and_values(pipe):
     pipe.apply_tome(ratio=0.5)
     around = pipe.tome_summary()
@@ -246,6 +271,7 @@ def test_summary_of_a_model_in_which_nothing_can_merge(pipe):
         summary = pipe.vae.tome_summary(*size)
         assert str(summary).startswith("nothing merges in AutoencoderKL: it has no transformer blocks over the pixels")
         assert "HunyuanVideo" in str(summary) and summary.saved_share is None
+        assert "docs/" not in str(summary)  # which a wheel lacks
     with pytest.raises(ToMeConfigError, match="height=0"):
         pipe.vae.tome_summary(0, 32)
 

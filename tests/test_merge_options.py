@@ -7,6 +7,8 @@ import pytest
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands.merge_options import add_merge_options, merge_configs, parse_settings, read_methods
+from ppdiffusers_tome.evaluation.quality.image_sets import list_image_sets
+from ppdiffusers_tome.evaluation.speed.cases import make_configs
 from ppdiffusers_tome.methods import METHODS
 
 TUNED = ToMeConfig(ratio=0.6, window=4, min_tokens=1024)
@@ -64,7 +66,7 @@ def test_a_method_by_name_brings_its_defaults(name):
 
 
 def test_a_ratio_that_a_method_does_not_allow_is_an_error():
-    with pytest.raises(ToMeConfigError, match=r"ratio=0\.5 .* method='todo'"):
+    with pytest.raises(ToMeConfigError, match=r"--ratio 0\.5 .* method='todo'"):
         merge_configs(parse("--method", "todo", "--ratio", "0.5", is_single=True))
     assert [
         config.ratio for config in merge_configs(parse("--method", "todo", "--ratio", "0.75", "0", is_single=True))
@@ -101,6 +103,18 @@ def test_names_in_a_text_that_are_not_allowed(text, message):
 def test_values_in_a_text_that_are_not_allowed(text):
     with pytest.raises(ToMeConfigError, match=f"{text.partition('=')[0]}=.* is not allowed"):
         read_methods(parse("--merging", text, is_single=False))
+
+
+def test_settings_are_checked_together_with_the_ratio():
+    """sx=4 allows a ratio that 2×2 cells do not, and method=todo one alone."""
+    todo = "method=todo,use_rand"
+    configs = merge_configs(parse("--ratio", "0.75", "0", "--merging", todo, is_single=True))
+    assert configs == [ToMeConfig(ratio, "todo", use_rand=True) for ratio in (0.75, 0)]
+    methods = read_methods(parse("--merging", todo, is_single=False))
+    assert [config.method for config in make_configs([0.75], [None], methods)] == ["todo"]  # bench
+    assert list_image_sets([0.75], [], methods=methods)[-1].config == configs[0]  # evaluate
+    with pytest.raises(ToMeConfigError, match=r"--ratio 0\.5 is not allowed: method='todo'"):
+        merge_configs(parse("--ratio", "0.5", "--merging", todo, is_single=True))
 
 
 def test_defaults_and_files_are_ways_to_merge_too(tuned):
@@ -153,3 +167,23 @@ def test_an_export_merges_in_one_way(tuned, capsys):
         parse("--method", "kv", "--merging", "sx=4", is_single=True)
     with pytest.raises(SystemExit):
         parse("--method", "ToDo", is_single=True)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--merge-attn kv", "--merge-attn is not an option since release 3.0: write --method NAME"),
+        ("--window 8 --sx 4", "--window is not an option since release 3.0: write --merging window=8"),
+        ("--no-rand", "--no-rand is not an option since release 3.0: write --merging use_rand=false"),
+        ("--merge-mlp --ratio 0.5", "write --merging merge_mlp\n"),
+        ("--blend 1", "leave it out"),
+    ],
+)
+def test_options_of_2_name_what_replaced_them(option, message, capsys):
+    for place in ([], ["--ratio", "0.5"]):
+        with pytest.raises(SystemExit):
+            main(["export", "--model", "x", "--output", "y", *place, *option.split()])
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["export", "--help"])
+    assert option.split()[0] not in capsys.readouterr().out

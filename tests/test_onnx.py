@@ -39,6 +39,7 @@ from ppdiffusers_tome.inference import (
 )
 from ppdiffusers_tome.inference.conversion import Converter
 from ppdiffusers_tome.inference.cuda_graph import CudaGraphs
+from ppdiffusers_tome.inference.folder import ExportedFolder
 from ppdiffusers_tome.inference.onnx_gpu import gpu_program, half_program, halve, widen_heads
 from ppdiffusers_tome.inference.onnx_programs import fused
 from ppdiffusers_tome.inference.onnx_runtime import OnnxProgram, _input_shapes
@@ -61,7 +62,7 @@ def load(folder, runtime, **settings):
 
 
 def load_file(runtime, path):
-    return runtime.load(path.parent, ProgramFile("unet", onnx=path.name))
+    return runtime.load(ExportedFolder(path.parent), ProgramFile("unet", onnx=path.name))
 
 
 def save(traceable, folder, converter, dims=None, **planned):
@@ -184,8 +185,9 @@ def check(traceable, tmp_path, converter, **dims):
     saved = save(traceable, tmp_path, converter, {**fixed, "tokens": TEXT}, size=size)
     operators = operators_of(fused(tmp_path / saved.onnx, 1))
     assert "MultiHeadAttention" in operators and "Softmax" not in operators
-    native = PaddleRuntime(threads=1, onednn=False).load(tmp_path, saved)
-    random, loaded = np.random.RandomState(1), [runtime.load(tmp_path, saved) for runtime in RUNTIMES.values()]
+    folder, random = ExportedFolder(tmp_path), np.random.RandomState(1)
+    native = PaddleRuntime(threads=1, onednn=False).load(folder, saved)
+    loaded = [runtime.load(folder, saved) for runtime in RUNTIMES.values()]
     for batch, tokens in ((1, TEXT), (2, TEXT + 4), (3, TEXT)):
         now = {**fixed, "batch": batch, "tokens": tokens}
         tries = [{one.name: one.random(random, now) for one in traceable.inputs} for _ in range(tracing.TRIES)]
@@ -258,7 +260,7 @@ def test_choice_of_96_by_96_tokens(window, tmp_path, converter):
     tokens = paddle.to_tensor(tokens)
     saved, expected = save_matching(tokens, window, tmp_path, converter)
     for runtime in RUNTIMES.values():
-        restored, owners = (output.numpy() for output in runtime.load(tmp_path, saved)(tokens=tokens))
+        restored, owners = (output.numpy() for output in runtime.load(ExportedFolder(tmp_path), saved)(tokens=tokens))
         assert (owners != expected[1]).mean() < 1e-3  # sums round differently, so that another dst may be as similar
         assert np.abs(restored.sum() - expected[0].sum()) < 1e-3 * np.abs(expected[0]).sum()
 
@@ -268,7 +270,7 @@ def test_merged_tokens_are_complete_with_several_threads(threads, tmp_path, conv
     """ONNX Runtime's ScatterND loses rows that several threads add to the same one."""
     tokens = paddle.to_tensor(np.random.RandomState(0).standard_normal([2, 64 * 64, 64]).astype("float32"))
     saved, expected = save_matching(tokens, 16, tmp_path, converter)
-    program = OnnxRuntime(threads=threads).load(tmp_path, saved)
+    program = OnnxRuntime(threads=threads).load(ExportedFolder(tmp_path), saved)
     for _ in range(8):
         restored, owners = (output.numpy() for output in program(tokens=tokens))
         np.testing.assert_array_equal(owners, expected[1])
@@ -291,7 +293,7 @@ def own_folder(onnx_folder, tmp_path):
 def outputs_of(program):
     """The outputs of a UNet's program, or of a file as the folder has it, for inputs that are always the same."""
     if isinstance(program, Path):
-        program = OnnxProgram(program, RUNTIMES["onnxruntime"], is_temporary=True)
+        program = OnnxProgram(program, RUNTIMES["onnxruntime"])
     random = np.random.RandomState(0)
     shapes = {"sample": (2, 4, 16, 20), "timestep": (1,), "encoder_hidden_states": (2, TEXT, 32)}
     inputs = {name: random.standard_normal(shape).astype("float32") for name, shape in shapes.items()}
@@ -305,10 +307,10 @@ def unets_of(folder):
 def test_optimized_programs_equal_the_others_and_share_their_weights(own_folder):
     runtime, sizes = RUNTIMES["onnxruntime"], []
     for path in unets_of(own_folder):
-        expected = outputs_of(OnnxProgram(path, runtime, is_temporary=True))
+        expected = outputs_of(OnnxProgram(path, runtime))
         for _ in range(2):  # written, then read
             np.testing.assert_array_equal(outputs_of(load_file(runtime, path)), expected)
-            (weights,) = (own_folder / OPTIMIZED).glob("*/weights")
+            (weights,) = (own_folder / OPTIMIZED).glob("*/weights-*")
             sizes.append(weights.stat().st_size)
     assert sizes[0] == sizes[1] and sizes[2] == sizes[3] < 1.1 * sizes[0]
 
@@ -354,13 +356,14 @@ def test_half_programs_are_near_and_have_half_of_the_weights(own_folder):
     sizes = []
     for path in unets_of(own_folder):
         (expected,) = outputs_of(path)
-        half = half_program(path)
+        half = half_program(ExportedFolder(path.parent), path)
         (actual,) = on_cpu(str(half), half.parent)
         assert actual.dtype == np.float32
         difference = np.sqrt(np.square(actual - expected).mean() / np.square(expected).mean())
         assert 1e-5 < difference < 0.03
-        assert half_program(path) == half
-        sizes.append((half.parent / "weights").stat().st_size)
+        assert half_program(ExportedFolder(path.parent), path) == half
+        (weights,) = half.parent.glob("weights-*")
+        sizes.append(weights.stat().st_size)
     written = (own_folder / "unet.weights").stat().st_size
     assert 0.4 * written < sizes[0] < 0.7 * written
     assert sizes[1] < 1.1 * sizes[0]
@@ -407,7 +410,8 @@ def test_tokens_whose_squares_overflow_float16_merge_as_in_float32(tmp_path, con
 
 
 def test_what_decides_which_tokens_merge_is_never_rounded_between_two_steps(own_folder):
-    model = onnx.load(str(half_program(unets_of(own_folder)[0])), load_external_data=False)
+    path = half_program(ExportedFolder(own_folder), unets_of(own_folder)[0])
+    model = onnx.load(str(path), load_external_data=False)
     makers = {name: node for node in model.graph.node for name in node.output}
     used = {name for node in model.graph.node if node.op_type != "Cast" for name in node.input}
     casts = {name: makers[name].attribute[0].i for name in used if name in makers and makers[name].op_type == "Cast"}
@@ -439,6 +443,29 @@ def test_devices_choose_their_programs(own_folder, monkeypatch):
     assert isinstance(made[0][0], bytes) and "float16" in made[1][0]
 
 
+def test_float16_in_a_folder_that_cannot_be_written_is_a_warning(own_folder, monkeypatch, caplog):
+    """The weights are in memory then. CUDA's provider is not in the tests' build, so the session is the CPU's."""
+    onnxruntime, path = load_module("onnxruntime"), unets_of(own_folder)[0]
+    expected, session = outputs_of(path)[0], onnxruntime.InferenceSession
+    written = half_program(ExportedFolder(own_folder), path)
+    (from_file,) = on_cpu(str(written), written.parent)
+    shutil.rmtree(own_folder / OPTIMIZED)
+    (own_folder / OPTIMIZED).write_text("a file in the way", encoding="utf-8")
+
+    def on_the_cpu(program, options, providers):
+        own = session(program, options, providers=["CPUExecutionProvider"])
+        own.get_providers = lambda: ["CUDAExecutionProvider"]
+        return own
+
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    monkeypatch.setattr(onnxruntime, "InferenceSession", on_the_cpu)
+    runtime = choose_runtime("onnxruntime", device="cuda", precision="fp16")
+    (output,) = outputs_of(load_file(runtime, path))
+    np.testing.assert_array_equal(output, from_file)
+    assert abs(output - expected).mean() < 0.05 * abs(expected).mean()
+    assert "optimized cannot be written" in caplog.text and "make the folder writable" in caplog.text
+
+
 def test_graphs_return_what_a_session_returns(own_folder):
     """On the CPU, which records none: inputs of two shapes in turns, each with a session of its own."""
     onnxruntime, path, opened = load_module("onnxruntime"), unets_of(own_folder)[0], []
@@ -468,21 +495,21 @@ def test_graphs_need_a_gpu():
 def test_a_folder_that_cannot_be_written_is_a_warning(own_folder, caplog):
     (own_folder / OPTIMIZED).write_text("a file in the way", encoding="utf-8")
     runtime, path = RUNTIMES["onnxruntime"], unets_of(own_folder)[0]
-    expected = outputs_of(OnnxProgram(path, runtime, is_temporary=True))
+    expected = outputs_of(OnnxProgram(path, runtime))
     np.testing.assert_array_equal(outputs_of(load_file(runtime, path)), expected)
     assert "make the folder writable" in caplog.text
 
 
 def test_processes_that_start_at_once_share_one_file(own_folder):
     script = f"""
-from pathlib import Path
 from ppdiffusers_tome.inference import OnnxRuntime, ProgramFile
+from ppdiffusers_tome.inference.folder import ExportedFolder
 for name in {[path.name for path in unets_of(own_folder)]}:
-    OnnxRuntime(threads=1).load(Path({str(own_folder)!r}), ProgramFile("unet", onnx=name))
+    OnnxRuntime(threads=1).load(ExportedFolder({str(own_folder)!r}), ProgramFile("unet", onnx=name))
 """
     processes = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(2)]
     assert [process.wait(timeout=300) for process in processes] == [0, 0]
-    (weights,) = own_folder.rglob("*/weights")
+    (weights,) = own_folder.rglob("*/weights-*")
     alone = len(weights.read_bytes())
     for path in unets_of(own_folder):
         expected = outputs_of(path)

@@ -27,7 +27,7 @@ from serving_support import LIMITS, OPENAI, FakeEngine, serving, until
 from skimage.metrics import structural_similarity
 
 from ppdiffusers_tome.commands.serve import warm_up_jobs
-from ppdiffusers_tome.evaluation.quality.metrics import psnr
+from ppdiffusers_tome.comparison.arms import psnr
 from ppdiffusers_tome.generation.engine import Engine, load_engine
 from ppdiffusers_tome.inference.manifest import Size, read_manifest
 from ppdiffusers_tome.serving.app_config import AppConfig
@@ -675,7 +675,7 @@ def test_errors_of_the_server_are_in_words(browser, fake):
             "**/generations", lambda route: route.continue_(post_data={**route.request.post_data_json, "steps": 99})
         )
         page.click("#generate")
-        expect(page.locator("#steps-error")).to_contain_text("steps=99 is not allowed: it must be 1 to 50")
+        expect(page.locator("#steps-error")).to_contain_text("99 is not allowed: it must be 1 to 50")
         expect(page.locator("#steps")).to_be_focused()
         page.unroute_all(behavior="wait")
 

@@ -1,8 +1,14 @@
 """Attaching and detaching: plain, applied (must differ), removed (bit-equal, and nothing left behind)."""
 
 import copy
+import gc
+import pickle
+import subprocess
+import sys
 import types
 from functools import partial
+from itertools import count
+from pathlib import Path
 
 import numpy as np
 import paddle
@@ -28,7 +34,7 @@ from ppdiffusers_tome import (
     ToMePassError,
     match_tokens,
 )
-from ppdiffusers_tome.attach import attach, forward
+from ppdiffusers_tome.attach import attach, forward, passes
 from ppdiffusers_tome.families.models import find_blocks
 
 
@@ -402,8 +408,8 @@ def test_a_cache_in_place_of_the_forward_of_a_model(name):
 
 def test_a_cache_in_place_of_the_forward_of_a_transformer(unet):
     """Its grid is read inside it: grids with as many tokens and other sides follow each other."""
-    passes = [partial(run, unet, h=h, w=w) for h, w in ((12, 20), (20, 12), (12, 20))]
-    check_with_caches(unet, [block.transformer for block in find_blocks(unet)], passes)
+    of_sizes = [partial(run, unet, h=h, w=w) for h, w in ((12, 20), (20, 12), (12, 20))]
+    check_with_caches(unet, [block.transformer for block in find_blocks(unet)], of_sizes)
     video = VIDEOS["Stable Video Diffusion"]()
     transformers = {id(block.transformer): block.transformer for block in find_blocks(video)}
     check_with_caches(video, [*transformers.values()], [lambda: draw_video(video)])
@@ -459,6 +465,50 @@ def test_deep_copy_merges_independently(unet):
     assert np.abs(run(twin) - plain).max() > 1e-4
 
 
+of_paddle_3 = pytest.mark.skipif(paddle.__version__.startswith("2."), reason="Paddle 2.6 cannot pickle parameters")
+
+
+@of_paddle_3
+@pytest.mark.parametrize(
+    "settings", [{"max_downsample": 2, "merge_mlp": True}, {"ratio": 0}, {"method": "kv", "seed": None}]
+)
+def test_pickle_merges_as_before(settings):
+    unet = make_unet()
+    plain, before = run(unet), traces(unet)
+    merged = run(unet.apply_tome(**settings))
+    twin = pickle.loads(pickle.dumps(unet))
+    assert str(twin.tome_summary(16, 16)) == str(unet.tome_summary(16, 16))
+    if "seed" not in settings:
+        np.testing.assert_array_equal(run(twin), merged)
+    np.testing.assert_array_equal(run(twin.remove_tome()), plain)
+    left = traces(twin)
+    assert {path: kinds[:2] for path, kinds in left[0].items()} == {
+        path: kinds[:2] for path, kinds in before[0].items()
+    }
+    np.testing.assert_array_equal(run(twin.apply_tome(0.25)), run(unet.apply_tome(0.25)))
+    np.testing.assert_array_equal(run(unet.remove_tome()), plain)
+
+
+READ_PICKLE = """
+import sys, pickle, numpy
+with open(sys.argv[1], "rb") as file:
+    unet, arguments = pickle.load(file)
+numpy.save(sys.argv[2], unet(**arguments).sample.numpy())
+"""
+
+
+@of_paddle_3
+def test_pickle_in_a_process_that_did_not_import_this_package(unet, tmp_path):
+    """As a process that multiprocessing spawns, or joblib."""
+    arguments = inputs()
+    with paddle.no_grad():
+        expected = unet.apply_tome()(**arguments).sample.numpy()
+    (tmp_path / "unet.pickle").write_bytes(pickle.dumps((unet, arguments)))
+    command = [sys.executable, "-W", "ignore", "-c", READ_PICKLE, tmp_path / "unet.pickle", tmp_path / "out.npy"]
+    subprocess.run(command, check=True, cwd=Path(ppdiffusers_tome.__file__).parents[1])
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, atol=1e-6)
+
+
 def chunk(unet, size):
     """Do what `enable_forward_chunking` does in models that have it."""
     for mergeable in find_blocks(unet):
@@ -468,12 +518,22 @@ def chunk(unet, size):
 # Training
 
 
-def gradients(unet, **changes):
-    arguments = inputs(**changes)
+def gradients(unet, *passes):
+    """Of one backward pass after these forward passes; by default one."""
     unet.clear_gradients()
-    out = unet(arguments["sample"], arguments["timestep"], arguments["encoder_hidden_states"]).sample
-    (out * out).mean().backward()
+    loss = 0
+    for changes in passes or [{}]:
+        arguments = inputs(**changes)
+        out = unet(arguments["sample"], arguments["timestep"], arguments["encoder_hidden_states"]).sample
+        loss = loss + (out * out).mean()
+    loss.backward()
     return {name: p.grad.numpy().copy() for name, p in unet.named_parameters() if p.grad is not None}
+
+
+def without_random_state(monkeypatch):
+    """Gradient checkpointing as on a GPU: Paddle cannot preserve its random state on the CPU."""
+    for module in (transformer_2d, unet_2d_blocks):
+        monkeypatch.setattr(module, "recompute", partial(module.recompute, preserve_rng_state=False))
 
 
 def test_gradients_flow_to_every_parameter(unet):
@@ -503,8 +563,7 @@ def test_gradient_equals_central_differences(unet):
 
 @pytest.mark.parametrize("settings", [{}, {"seed": None}, {"method": "kv"}], ids=str)
 def test_gradient_checkpointing_runs_the_blocks_again_by_the_same_plan(unet, settings, plans, monkeypatch):
-    for module in (transformer_2d, unet_2d_blocks):  # Paddle cannot preserve its random state on the CPU
-        monkeypatch.setattr(module, "recompute", partial(module.recompute, preserve_rng_state=False))
+    without_random_state(monkeypatch)
     unet.train()
     expected = gradients(unet.apply_tome(**settings))
     unet.enable_gradient_checkpointing()
@@ -515,6 +574,47 @@ def test_gradient_checkpointing_runs_the_blocks_again_by_the_same_plan(unet, set
     assert len(rows) == 6 and sorted(rows[:3]) == sorted(rows[3:])
     if "seed" not in settings:
         assert all(np.allclose(actual[name], expected[name], atol=1e-6) for name in expected)
+
+
+@pytest.mark.parametrize("flag", ["FLAG_RECOMPUTE_USE_REENTRANT", "FLAG_USE_OLD_RECOMPUTE", None])
+@pytest.mark.parametrize(
+    "settings", [{"window": 4}, {"window": 4, "seed": None}, {"seed": None, "method": "todo", "use_rand": True}]
+)
+@pytest.mark.parametrize("sizes", [[(16, 24), (24, 16)], [(16, 16), (16, 16)]])
+def test_gradient_checkpointing_with_passes_in_between(unet, flag, settings, sizes, monkeypatch):
+    """Two passes, of other grids or seeds, before one backward pass: each block runs again as in its own pass."""
+    without_random_state(monkeypatch)
+    changes = [{"h": h, "w": w, "seed": number} for number, (h, w) in enumerate(sizes)]
+
+    def gradients_with_same_seeds():
+        numbers = count()
+        monkeypatch.setattr(passes.secrets, "randbits", lambda bits: next(numbers))
+        return gradients(unet, *changes)
+
+    unet.train()
+    unet.apply_tome(**settings)
+    expected = gradients_with_same_seeds()
+    unet.enable_gradient_checkpointing()
+    if flag:
+        monkeypatch.setenv(flag, "True")
+    if flag == "FLAG_USE_OLD_RECOMPUTE" and "seed" in settings:
+        with pytest.raises(ToMePassError, match="seed=None cannot be combined with FLAG_USE_OLD_RECOMPUTE"):
+            gradients_with_same_seeds()
+        return
+    actual = gradients_with_same_seeds()
+    for name, gradient in expected.items():
+        np.testing.assert_allclose(actual[name], gradient, atol=1e-6, err_msg=name)
+
+
+def test_inputs_of_passes_are_not_kept(unet):
+    run(unet.apply_tome())
+    unet.train()
+    gradients(unet)
+    gc.collect()
+    kept = [
+        layer._tome._inputs._by_address for layer in unet.sublayers() if hasattr(getattr(layer, "_tome", 0), "_inputs")
+    ]
+    assert kept and not any(kept)
 
 
 # The built-in merging of ppdiffusers

@@ -17,11 +17,11 @@ from zoo import ZOO
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import evaluate as evaluate_command
+from ppdiffusers_tome.comparison.results import check_result, read_json, write_result
+from ppdiffusers_tome.comparison.sheets import image_paths
 from ppdiffusers_tome.evaluation.quality import evaluation, image_generation
 from ppdiffusers_tome.evaluation.quality.image_generation import image_folder
 from ppdiffusers_tome.evaluation.quality.image_sets import OTHER_SEEDS, PLAIN_IMAGES, ImageSet
-from ppdiffusers_tome.evaluation.quality.sheets import image_paths
-from ppdiffusers_tome.evaluation.results import check_result, read_json, write_result
 
 OPTIONS = ["--quick", "--count", "4", "--size", "32", "--ratio", "0.25", "0.75"]
 

@@ -12,7 +12,9 @@ from PIL import Image
 from ppdiffusers import StableDiffusionImg2ImgPipeline
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError
-from ppdiffusers_tome.evaluation import environment
+from ppdiffusers_tome.commands.evaluation_options import image_settings
+from ppdiffusers_tome.comparison import environment
+from ppdiffusers_tome.comparison.sheets import image_paths
 from ppdiffusers_tome.evaluation.quality import image_generation
 from ppdiffusers_tome.evaluation.quality.image_generation import (
     EagerEngine,
@@ -33,7 +35,6 @@ from ppdiffusers_tome.evaluation.quality.image_sets import (
     list_image_sets,
     photograph,
 )
-from ppdiffusers_tome.evaluation.quality.sheets import image_paths
 from ppdiffusers_tome.generation.offline import generate_here
 
 EVALUATION = Evaluation("model", (("a fox", 1), ("an owl", 2)), 32, 1, 7.5, "eager", threads=1)
@@ -70,14 +71,18 @@ def test_the_eager_engine_generates_as_the_pipeline_does_and_leaves_no_trace(pip
     assert np.abs(np.asarray(alone).astype(int) - merged[1]).max() <= 1
 
 
-def test_a_model_without_a_size_of_its_own_is_an_error(monkeypatch):
+def test_a_model_without_a_size_of_its_own_is_an_error(monkeypatch, tmp_path):
     class Pipe:
-        def __call__(self, num_inference_steps=3):
+        def __call__(self, num_inference_steps=3, guidance_scale=2.0):
             pass
 
     monkeypatch.setattr(image_generation, "load_model", lambda model: Pipe())
-    with pytest.raises(ToMeConfigError, match="model has no size of its own: pass --size"):
-        image_generation.model_defaults("model")
+    (tmp_path / "prompts.txt").write_text("a fox\n")
+    options = {"prompts": None, "count": 2, "seed": 0, "steps": None, "guidance_scale": None}
+    with pytest.raises(ToMeConfigError, match="has no size of its own: pass --size"):
+        image_settings(SimpleNamespace(size=None, **options), str(tmp_path))
+    settings = image_settings(SimpleNamespace(size=64, **options), str(tmp_path))
+    assert (settings["size"], settings["steps"], settings["guidance_scale"]) == (64, 3, 2.0)
 
 
 def test_failed_images_are_an_error_and_the_others_are_stored(tmp_path):

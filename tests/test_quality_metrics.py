@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from golden.quality_inputs import noise, pair
 
+from ppdiffusers_tome.comparison.arms import psnr
 from ppdiffusers_tome.evaluation.quality import metrics
-from ppdiffusers_tome.evaluation.quality.metrics import blur, kid, load_fid, psnr, squared_mmd, ssim
+from ppdiffusers_tome.evaluation.quality.metrics import blur, kid, load_fid, squared_mmd, ssim
 
 
 def normal(seed, count, width):

@@ -10,12 +10,12 @@ import pytest
 from PIL import Image
 from quality_support import RATIOS, make_result, write_images
 
+from ppdiffusers_tome.comparison import sheets
+from ppdiffusers_tome.comparison.sheets import difference_map, make_sheet, save_jpeg
 from ppdiffusers_tome.errors import ToMeConfigError
 from ppdiffusers_tome.evaluation.plotting import looks_of
 from ppdiffusers_tome.evaluation.quality import quality_plots as plots
-from ppdiffusers_tome.evaluation.quality import sheets
 from ppdiffusers_tome.evaluation.quality.quality_report import default_setting, read_frame, write_quality_page
-from ppdiffusers_tome.evaluation.quality.sheets import difference_map, make_sheet, save_jpeg
 
 
 @pytest.fixture(scope="module")

@@ -12,18 +12,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from time import process_time
 
 import openai
 import pytest
+import requests
 import webuiapi
 from PIL import Image
 from serving_support import IMAGE, LIMITS, TEXT, serving, until
 from webui_requests import CLIENTS, IMAGE_CLIENTS, IMAGE_DEFAULTS, INFO_TYPES, TEXT_DEFAULTS
 
 from ppdiffusers_tome.generation.jobs import Job, SecondPass
+from ppdiffusers_tome.generation.png import parse_infotext
 from ppdiffusers_tome.inference.manifest import Size
 from ppdiffusers_tome.serving.api_webui import MAX_LOGGED_NAMES
 from ppdiffusers_tome.serving.app_config import AppConfig
+from ppdiffusers_tome.serving.prometheus import Metrics
 
 KEY = "correct-horse"
 NODE = shutil.which("node")
@@ -232,6 +236,99 @@ def test_webui_starts_up(webui):
     assert webui.get_scripts() == {"txt2img": [], "img2img": []}
     assert webui.util_get_model_names() == ["fake"] and webui.util_get_sampler_names() == ["DDIM"]
     assert webui.util_get_current_model() == "fake" and webui.util_get_scheduler_names() == ["automatic"]
+
+
+def test_webui_endpoints_that_have_nothing_to_list(webui, server):
+    """In the shapes of stable-diffusion-webui's modules/api/models.py."""
+    for name in ("hypernetworks", "face-restorers", "realesrgan-models", "extensions", "script-info"):
+        assert webui.custom_get(f"sdapi/v1/{name}") == [], name
+    assert webui.get_hypernetworks() == webui.get_face_restorers() == webui.get_realesrgan_models() == []
+    assert webui.get_embeddings() == {"loaded": {}, "skipped": {}}
+    assert webui.get_cmd_flags() == {"api": True, "nowebui": False}
+    memory = webui.get_memory()
+    assert memory["cuda"] == {"error": "unavailable"}
+    assert 0 < memory["ram"]["used"] < memory["ram"]["total"] == memory["ram"]["free"] + memory["ram"]["used"]
+    assert webui.refresh_checkpoints() is None
+    for name in ("refresh-vae", "refresh-loras"):
+        answer = webui.session.post(f"{webui.baseurl}/{name}")
+        assert (answer.status_code, answer.json()) == (200, None)
+    assert requests.get(f"{webui.baseurl}/cmd-flags").status_code == 401, "they need the key"
+
+
+def test_webui_memory_where_it_is_not_known(webui, monkeypatch):
+    monkeypatch.setattr(Metrics, "resident_bytes", None)
+    assert webui.get_memory()["ram"] == {"error": "unavailable"}
+
+
+def test_webui_png_info(webui):
+    """What it reads is what `describe` has written."""
+    made = webui.txt2img(
+        prompt='a "red" fox, steps: 2\nat night', negative_prompt="blue\nowl", seed=5, width=64, height=48, cfg_scale=2
+    )
+    read = webui.png_info(made.image)
+    assert read.info == made.info["infotexts"][0] == made.image.text["parameters"]
+    assert json.loads(read.json["items"]["ppdiffusers_tome"])["seed"] == 5
+    expected = {"Steps": "3", "Sampler": "DDIM", "CFG scale": "2.0", "Seed": "5", "Size-1": "64", "Size-2": "48"}
+    expected |= {"Prompt": 'a "red" fox, steps: 2\nat night', "Negative prompt": "blue\nowl", "Model": "fake"}
+    assert expected.items() <= read.parameters.items()
+    assert read.parameters["Token merging method"] == "symmetric, windows of 8"
+    for image in (Image.new("RGB", (8, 8)), Image.new("RGB", (8193, 16))):
+        answer = webui.session.post(f"{webui.baseurl}/png-info", json={"image": webuiapi.b64_img(image)})
+        if image.width == 8:
+            nothing = {"Prompt": "", "Negative prompt": ""}
+            assert answer.json() == {"info": "", "items": {}, "parameters": nothing}
+        else:
+            assert answer.status_code == 422 and answer.json()["detail"][0]["loc"] == ["body", "image"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", {"Prompt": "", "Negative prompt": ""}),
+        ("a fox, Steps: 20", {"Prompt": "a fox, Steps: 20", "Negative prompt": ""}),
+        (
+            'Steps: 20, Size: 64x48, Lora hashes: "a: 1, b: \\"2\\"", Hashes: {"model": "x", "vae": "y"}, RNG: CPU',
+            {"Size-1": "64", "Size-2": "48", "Lora hashes": 'a: 1, b: "2"', "RNG": "CPU", "Prompt": ""},
+        ),
+        ('a fox\nSteps: 1, Model: "unclosed, Seed: 2', {"Prompt": "a fox", "Model": '"unclosed', "Seed": "2"}),
+        (
+            "two\nlines\nNegative prompt: red\nblue\nSteps: 1, Sampler: DPM++ 2M, CFG scale: 7",
+            {"Prompt": "two\nlines", "Negative prompt": "red\nblue", "Sampler": "DPM++ 2M"},
+        ),
+    ],
+)
+def test_infotexts_of_stable_diffusion_webui(text, expected):
+    assert expected.items() <= parse_infotext(text).items()
+
+
+@pytest.mark.parametrize("unit", [" ", "a", '"', ":", 'a:"', 'a:"\\"', "a b:", ", ", "\\"])
+def test_long_infotexts_are_cheap(unit):
+    """Searches of a backtracking expression would take hours."""
+    begin = process_time()
+    parse_infotext(2**20 // len(unit) * unit)
+    assert process_time() - begin < 20
+
+
+def test_webui_scripts_that_are_off(webui, server):
+    """What webuiapi sends where a server has these scripts, and what it sends if a script is on."""
+    webui.has_controlnet = webui.has_adetailer = webui.has_animatediff = True
+    answer = webui.txt2img(prompt="fox", width=64, height=48, alwayson_scripts={})
+    assert answer.image.size == (64, 48) and answer.parameters["alwayson_scripts"] == {}
+    off = {"ControlNet": {"args": [webuiapi.ControlNetUnit(enabled=False).to_dict()]}}
+    off["ADetailer"] = {"args": [True, webuiapi.ADetailer().to_dict()]}
+    off["animatediff"] = {"args": [webuiapi.AnimateDiff(enable=False).to_dict()]}
+    off["reactor"] = {"args": webuiapi.ReActor(Image.new("RGB", (8, 8)), enable=False).to_dict()}
+    for script, arguments in off.items():
+        assert webui.txt2img(prompt="fox", width=64, height=48, alwayson_scripts={script: arguments}).image
+    webui.has_controlnet = webui.has_adetailer = webui.has_animatediff = False
+    for script in (
+        {"controlnet_units": [webuiapi.ControlNetUnit()]},
+        {"adetailer": [webuiapi.ADetailer(ad_model="face_yolov8n.pt")]},
+        {"animatediff": webuiapi.AnimateDiff()},
+        {"sag": webuiapi.Sag()},
+    ):
+        with pytest.raises(RuntimeError, match=r"only \{\} is supported, and .* is on"):
+            webui.txt2img(prompt="fox", width=64, height=48, alwayson_scripts={}, **script)
 
 
 def test_webui_text_to_image_with_its_own_defaults(webui, server):
@@ -477,6 +574,13 @@ def test_webui_clients_get_images_from_an_image(open_server, client):
         {"override_settings": {}},
         {"steps": "3", "cfg_scale": "1.0", "width": "64", "seed": "-1", "batch_size": 1.0},
         {"restore_faces": "false", "send_images": "true", "enable_hr": 0},
+        {"styles": ["None"]},
+        {"styles": ["", "None"]},
+        {"script_name": "None"},
+        {"alwayson_scripts": {"ControlNet": {"args": []}, "ADetailer": {"args": [False]}, "Seed": {}, "x": None}},
+        {"alwayson_scripts": {"ControlNet": {"args": 2 * [{"enabled": False, "image": "AAAA", "weight": 1}]}}},
+        {"alwayson_scripts": {"ADetailer": {"args": [True, False, {"ad_model": "None"}]}}},
+        {"alwayson_scripts": {"Self Attention Guidance": {"args": [False, 0.75, 1.0]}, "Extra options": [None]}},
         {"script_args": ["of no script"], "comments": {"any": "text"}, "force_task_id": "task(1)"},
         {"subseed": 9, "image_cfg_scale": 1.5, "refiner_switch_at": 0.8},
         {"firstpass_image": "unused", "hr_upscaler": "R-ESRGAN 4x+", "hr_prompt": "unused", "hr_scale": 0},

@@ -18,18 +18,19 @@ import httpx
 import numpy as np
 import openai
 import paddle
+import ppdiffusers
 import pytest
 from conftest import export_linked, record_plans, tiny_pipeline
 from PIL import Image
-from ppdiffusers import EulerAncestralDiscreteScheduler
+from ppdiffusers import EulerAncestralDiscreteScheduler, PNDMScheduler, UniPCMultistepScheduler
 from serving_support import LIMITS, OPENAI, TEXT, FakeEngine, serving, until
 
 from ppdiffusers_tome import ToMeConfigError, ToMeError, ToMeExportError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands.serve import load_warm_engine, warm_up_jobs
 from ppdiffusers_tome.errors import install_command
-from ppdiffusers_tome.generation.engine import Engine, load_engine
-from ppdiffusers_tome.generation.jobs import AbandonedError, GenerationError, Job, Limits, SecondPass
+from ppdiffusers_tome.generation.engine import DETERMINISTIC, Engine, load_engine, scheduler_failure
+from ppdiffusers_tome.generation.jobs import AbandonedError, GenerationError, Job, JobError, Limits, SecondPass
 from ppdiffusers_tome.generation.offline import generate_batch
 from ppdiffusers_tome.generation.prompt_file import Prompt
 from ppdiffusers_tome.inference import load_pipeline, read_manifest
@@ -165,6 +166,85 @@ def test_stochastic_sampler_is_not_batched(exported_folder):
         engine.generate([replace(JOB, image=Image.new("RGB", (8, 8)), strength=0.7)])
 
 
+PADDLE_3 = int(paddle.__version__.partition(".")[0]) >= 3
+
+
+@pytest.fixture
+def unipc_folder(exported_folder, tmp_path):
+    """The export with a scheduler whose steps fail in Paddle 3, from the third one on."""
+    scheduler = UniPCMultistepScheduler.from_config(tiny_pipeline().scheduler.config)
+    exported = read_manifest(exported_folder)
+    linked = [(exported_folder, file) for file in exported.programs]
+    settings = {"linked": linked, "image_to_image": True}
+    export_linked(tiny_pipeline(scheduler=scheduler), tmp_path / "unipc", (0.5, 0), exported.sizes, **settings)
+    return tmp_path / "unipc"
+
+
+def test_scheduler_that_fails_here_is_refused(unipc_folder, tmp_path, capsys):
+    """Before the first request, and not with a 500 for each; `/sdapi/v1/samplers` lists it where it runs."""
+    if not PADDLE_3:
+        engine = load_engine(unipc_folder, threads=1)
+        assert engine.sampler == "UniPC" and engine.generate([replace(JOB, steps=5)])[0].image.size == (48, 32)
+        return
+    reason = "UniPCMultistepScheduler, that fails in Paddle 3"
+    with pytest.raises(ToMeConfigError, match=rf"{reason}.*export the model with another scheduler"):
+        load_engine(unipc_folder, threads=1)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a fox")
+    output = str(tmp_path / "out")
+    for command in (["serve", "--port", "0"], ["generate", "--prompts", str(prompts), "--output", output]):
+        assert main([*command, "--model", str(unipc_folder), "--threads", "1"]) == 2
+        assert reason in capsys.readouterr().err
+    assert not list(tmp_path.glob("out/*.png"))
+
+
+def test_scheduler_that_fails_is_refused_with_the_reason(exported_folder, monkeypatch):
+    def step(self, *tensors):
+        raise ValueError("\n\nthe data types differ\n  [Hint: ...]")
+
+    monkeypatch.setattr(f"{type(tiny_pipeline().scheduler).__module__}.DDIMScheduler.step", step)
+    with pytest.raises(ToMeConfigError, match=r"\(ValueError: the data types differ\): use another version of Paddle"):
+        load_engine(exported_folder, threads=1)
+
+
+def test_scheduler_that_has_no_two_steps(exported_folder, tmp_path):
+    """PNDM with its Runge-Kutta steps needs four: the server starts, and a failed job is checked by as many."""
+    scheduler = PNDMScheduler.from_config(tiny_pipeline().scheduler.config, skip_prk_steps=False)
+    exported = read_manifest(exported_folder)
+    linked = [(exported_folder, file) for file in exported.programs]
+    settings = {"linked": linked, "image_to_image": True}
+    export_linked(tiny_pipeline(scheduler=scheduler), tmp_path / "pndm", (0.5, 0), exported.sizes, **settings)
+    limits = Limits(exported.sizes, exported.ratios, image_to_image=True)
+    engine = load_warm_engine(tmp_path / "pndm", limits, 2.0, {"runtime": "paddle", "max_programs": 1}, 1)
+    assert engine.fewest_steps == 4
+    with pytest.raises(JobError, match="PLMS, has no schedule of 3 steps: choose another number"):
+        engine.generate([JOB])
+    with serving(limits=limits, load=lambda: engine) as server:
+        until(lambda: server.queue.state == "ready")
+        generate, calls = engine.generate, []
+
+        def fail_once(jobs, should_stop=None):
+            calls.extend(jobs)
+            if len(calls) == 1:
+                raise RuntimeError("the first one fails")
+            return generate(jobs, should_stop)
+
+        engine.generate = fail_once
+        assert server.post(OPENAI, {"prompt": "fox", "steps": 6}).status_code == 500
+        assert server.post(OPENAI, {"prompt": "fox", "steps": 4}).status_code == 200
+        assert [job.steps for job in calls] == [6, 4, 4] and server.queue._failures == 0
+
+
+STOCHASTIC = ("DDPMScheduler", "KDPM2AncestralDiscreteScheduler", "EulerAncestralDiscreteScheduler", "LCMScheduler")
+
+
+@pytest.mark.parametrize("name", sorted({*DETERMINISTIC, *STOCHASTIC} - {"UniPCMultistepScheduler"}))
+def test_schedulers_that_run_here(name):
+    cls = getattr(ppdiffusers, name)
+    assert scheduler_failure(cls.from_config(tiny_pipeline().scheduler.config)) is None
+    assert scheduler_failure(cls(num_train_timesteps=8)) is None, "it has no schedule of so many steps"
+
+
 @pytest.mark.parametrize("steps", [0, 2])
 def test_call_stops_at_the_next_step(engine, steps):
     calls = []
@@ -230,6 +310,26 @@ def test_only_the_image_that_is_not_finite_fails(engine, monkeypatch, value):
     drawn = [file for _, file in generate_batch(engine, [Prompt(index, job) for index, job in enumerate(JOBS)])]
     assert [isinstance(file, bytes) for file in drawn] == [True, False, True]
     assert str(pickle.loads(pickle.dumps(GenerationError("x")))) == "x", "Ray sends it from process to process"
+
+
+def test_health_reports_an_export_that_was_replaced(exported_folder, tmp_path):
+    """Images of programs in memory are still right, so no number of failures in a row would show it."""
+    folder = shutil.copytree(exported_folder, tmp_path / "model")
+    manifest = read_manifest(folder)
+    limits = Limits(manifest.sizes, manifest.ratios)
+    with serving(load_engine(folder, expected=manifest, threads=1), limits) as server:
+
+        def status(ratio):
+            body = {"prompt": "a fox", "steps": 1, "size": "32x32", "tome_ratio": ratio}
+            return server.post(OPENAI, body).status_code
+
+        assert status(0.5) == 200 and server.http.get("/health").status_code == 200
+        for path in folder.rglob("*.pdiparams"):
+            path.write_bytes(path.read_bytes()[::-1])
+        assert status(0.5) == 200 and status(0) == 500 and status(0.5) == 200
+        health = server.http.get("/health")
+        assert health.status_code == 503
+        assert health.json()["reason"] == "the files of the model have changed since it was loaded"
 
 
 # The command
@@ -308,7 +408,7 @@ POSITIVE_LIMITS = ("prompt", "images", "steps", "pixels", "body")
         *(([f"--max-{name}", "0"], f"--max-{name} 0 is not allowed: it must be pos") for name in POSITIVE_LIMITS),
         (["--steps", "0"], "--steps 0 is not allowed"),
         (["--max-steps", "10"], "--steps 20 is not allowed: --max-steps is 10. Lower the one or raise the other"),
-        (["--guidance-scale", "31"], "--guidance-scale: guidance_scale=31.0 is not allowed"),
+        (["--guidance-scale", "31"], "--guidance-scale: 31.0 is not allowed"),
         (["--queue", "2"], "--queue 2 is not allowed: one request may ask for --max-images 4 images"),
         (["--max-images", "70"], "--queue 64 is not allowed: one request may ask for --max-images 70 images"),
         (["--batch", "0"], "--batch 0 is not allowed: it must be 1 or more"),
@@ -316,6 +416,7 @@ POSITIVE_LIMITS = ("prompt", "images", "steps", "pixels", "body")
         (["--batch-wait", "-0.1"], "--batch-wait -0.1 is not allowed"),
         (["--batch-wait", "1e300"], "--batch-wait 1e+300 is not allowed"),
         *((["--timeout", text], f"--timeout {text} is not allowed: it must be") for text in ("0.0", "nan", "inf")),
+        *((["--keep-alive", text], f"--keep-alive {text} is not allowed: it must") for text in ("0.0", "nan", "inf")),
         (["--timeout", "1e308"], "twice --timeout inf is not allowed"),
         (["--allow-host", "a/b"], "--host or --allow-host a/b is not allowed: it must be like example.org"),
         (["--allow-origin", "example.org"], "--allow-origin example.org is not allowed: it must be a scheme and"),

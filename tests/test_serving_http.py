@@ -1,12 +1,15 @@
 """Valid and invalid requests over HTTP, with an engine that returns images of one colour."""
 
 import base64
+import codecs
+import gzip
 import hashlib
 import io
 import json
 import logging
 import pickle
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -350,6 +353,7 @@ def test_openai_error_names_the_field(server, change, field, message):
     assert error["param"] == field and message in error["message"]
     assert error["message"].startswith(f"{field}: "), "OpenAI's client shows only the message"
     assert error["type"] == "invalid_request_error" and error["code"]
+    assert "images=" not in error["message"], "the field is n"
 
 
 def test_fields_that_are_ignored_are_logged_once(caplog):
@@ -357,7 +361,8 @@ def test_fields_that_are_ignored_are_logged_once(caplog):
     usual = {"background": "opaque", "moderation": "auto", "output_compression": 100, "quality": "standard"}
     asking = {"background": "transparent", "moderation": "low", "output_compression": 50, "quality": "hd"}
     with serving() as server:
-        for fields in (usual, asking | {"style": "vivid"}, {"quality": "low", "style": "natural\nforged"}):
+        empty = dict.fromkeys(("background", "moderation", "quality", "style"), "")
+        for fields in (usual, empty, asking | {"style": "vivid"}, {"quality": "low", "style": "natural\nforged"}):
             assert server.post(OPENAI, {"prompt": "fox", **fields}).status_code == 200
         form = {"prompt": "fox", "input_fidelity": "high", "quality": "high"}
         assert server.http.post(EDITS, data=form, files={"image": png_file()}).status_code == 200
@@ -390,6 +395,21 @@ def test_unknown_model(server, model):
     refused = server.post(TEXT, {"override_settings": {"sd_model_checkpoint": model}})
     assert refused.status_code == 422
     assert refused.json()["detail"][0]["loc"] == ["body", "override_settings", "sd_model_checkpoint"]
+
+
+def test_empty_fields_are_absent(server):
+    """Clients with a form of their own send what their user has left empty."""
+    empty = dict.fromkeys(("model", "size", "response_format", "output_format", "quality", "style", "user"), "")
+    for fields in (empty, {**empty, "image": ""}):
+        answer = server.post(OPENAI, {"prompt": "fox", **fields})
+        assert answer.status_code == 200, answer.text
+        assert opened(answer.json()["data"][0]["b64_json"]).size == (64, 48)
+        assert server.engine.calls[-1][0].image is None
+    form = {"prompt": "fox", "mask": "", **empty}
+    assert server.http.post(EDITS, data=form, files={"image": png_file()}).status_code == 200
+    files = {"image": png_file(), "mask": ("", b"", "application/octet-stream")}
+    assert server.http.post(EDITS, data={"prompt": "fox"}, files=files).status_code == 200
+    assert server.post(IMAGE, {**FROM_IMAGE, "mask": ""}).status_code == 200
 
 
 def test_any_model():
@@ -466,7 +486,15 @@ def test_trailing_slash(server, path):
         ({"styles": ["nice"]}, ["styles"]),
         ({"eta": 0.5}, ["eta"]),
         ({"script_name": "../x.py"}, ["script_name"]),
+        ({"styles": ["None", "nice"]}, ["styles"]),
         ({"alwayson_scripts": {"ControlNet": {"args": [{}]}}}, ["alwayson_scripts"]),
+        (
+            {"alwayson_scripts": {"ControlNet": {"args": [{"enabled": False}, {"enabled": True}]}}},
+            ["alwayson_scripts"],
+        ),
+        ({"alwayson_scripts": {"ADetailer": {"args": [True, {"ad_model": "x.pt"}]}}}, ["alwayson_scripts"]),
+        ({"alwayson_scripts": {"off": {"args": [False]}, "on": {"args": ["text"]}}}, ["alwayson_scripts"]),
+        ({"alwayson_scripts": {"on": "text"}}, ["alwayson_scripts"]),
         ({"override_settings": {"token_merging_ratio": 0.3}}, ["override_settings", "token_merging_ratio"]),
         ({"override_settings": {"token_merging_ratio": "half"}}, ["override_settings", "token_merging_ratio"]),
         ({"override_settings": {"token_merging_ratio": True}}, ["override_settings", "token_merging_ratio"]),
@@ -485,6 +513,7 @@ def test_webui_error_names_the_field(server, change, where):
     assert answer.status_code == 422
     detail = answer.json()["detail"][0]
     assert detail["loc"] == ["body", *where] and detail["msg"]
+    assert not re.search("(images|guidance_scale|ratio)=", detail["msg"]), "names that this interface does not have"
 
 
 @pytest.mark.parametrize(
@@ -698,6 +727,36 @@ def test_malformed_bodies(server, path, body):
     assert "Traceback" not in answer.text and "site-packages" not in answer.text
 
 
+@pytest.mark.parametrize("path", [OPENAI, TEXT])
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"\xef\xbb\xbf{}", "it begins with a byte order mark (BOM); send it without one"),
+        ('{"prompt": "fox"}'.encode("utf-16"), "it is UTF-16; send UTF-8 without a byte order mark"),
+        (codecs.BOM_UTF16_BE + "{}".encode("utf-16-be"), "it is UTF-16; send UTF-8 without a byte order mark"),
+        (gzip.compress(b'{"prompt": "fox"}'), "it is compressed by gzip; send it as it is"),
+    ],
+    ids=["BOM", "UTF-16", "UTF-16BE", "gzip"],
+)
+def test_bodies_in_another_encoding_are_named(server, path, body, message):
+    answer = server.post(path, content=body, headers=JSON_HEADER)
+    error = answer.json()
+    text = error["error"]["message"] if path == OPENAI else error["detail"]
+    assert answer.status_code == 400 and text.startswith(f"the body is not JSON: {message}")
+
+
+@pytest.mark.parametrize("path", [OPENAI, EDITS, TEXT])
+def test_compressed_bodies_are_refused(server, path):
+    for encoding, named in (("gzip", "gzip"), ("GZip, br", "br, gzip"), ("zstd", "zstd")):
+        headers = {**JSON_HEADER, "Content-Encoding": encoding}
+        answer = server.post(path, content=gzip.compress(b'{"prompt": "fox"}'), headers=headers)
+        assert answer.status_code == 415 and answer.headers["accept-encoding"] == "identity"
+        assert f"the body is compressed (Content-Encoding: {named}): send it as it is" in answer.text
+    for encoding in ("identity", "utf-8", ""):  # the second one is wrong, but some clients send it
+        headers = {**JSON_HEADER, "Content-Encoding": encoding}
+        assert server.post(OPENAI, content=b'{"prompt": "fox"}', headers=headers).status_code == 200
+
+
 SIZE = 16 * 2**20 - 100
 
 
@@ -825,13 +884,25 @@ def test_allowed_hosts(server):
         assert other.http.get("/v1/models", headers=headers).status_code == 200, "with a key, any host is allowed"
 
 
-def test_refused_host_is_named(server):
-    for host, shown in (("evil.example:80", "'evil.example:80'"), ("", "''"), (1000 * "e", f"'{100 * 'e'}'")):
-        openai, webui = (server.http.get(path, headers={"Host": host}) for path in ("/v1/models", "/sdapi/v1/options"))
-        assert openai.status_code == webui.status_code == 400
-        error = openai.json()["error"]
-        assert shown in error["message"] and "--allow-host" in error["message"] and error["code"] == "host_not_allowed"
-        assert webui.json()["detail"] == error["message"]
+@pytest.mark.parametrize(
+    ("host", "shown", "remedy"),
+    [
+        ("evil.example:80", "'evil.example:80'", "start it with --allow-host evil.example"),
+        ("MyPC.Local.", "'MyPC.Local.'", "start it with --allow-host mypc.local"),
+        ("[2001:DB8::7]:80", "'[2001:DB8::7]:80'", "start it with --allow-host '[2001:db8::7]'"),
+        ("", "''", "no host can have it, and only --allow-host '*' accepts it"),
+        (1000 * "e", f"'{100 * 'e'}'", f"start it with --allow-host {100 * 'e'}"),
+    ],
+)
+def test_refused_host_is_named_with_the_option_that_accepts_it(server, host, shown, remedy):
+    openai, webui = (server.http.get(path, headers={"Host": host}) for path in ("/v1/models", "/sdapi/v1/options"))
+    assert openai.status_code == webui.status_code == 400
+    error = openai.json()["error"]
+    assert error["message"] == f"the Host {shown} is not a name of this server: {remedy}"
+    assert error["code"] == "host_not_allowed" and webui.json()["detail"] == error["message"]
+    if len(host) < 100:
+        option = shlex.split(remedy)[-1] if "start" in remedy else "*"
+        assert AppConfig(hosts=(option,)).is_allowed_host(host)
 
 
 def test_hosts_by_name_and_subdomain():
@@ -842,13 +913,18 @@ def test_hosts_by_name_and_subdomain():
         assert config.is_allowed_host(host), host
     for host in ("[2001:db8::7]:80", "[2001:db8::5", "::1"):
         assert not config.is_allowed_host(host), host
+    for host in ("localhost.", "LOCALHOST:80", "Www.One.Example", "www.one.example.:80", "A.TWO.example."):
+        assert config.is_allowed_host(host), host
+    for option in ("MyPC.Local", "mypc.local.", "*.LOCAL", "*.local."):
+        for host in ("mypc.local", "MyPC.Local:8000", "MYPC.LOCAL."):
+            assert AppConfig(hosts=(option,)).is_allowed_host(host), (option, host)
     for host in ("one.example", "two.example", "www.one.example.evil", "evil-two.example", "[evil]", "", "evil:x"):
         assert not config.is_allowed_host(host), host
     assert AppConfig(hosts=("*",)).is_allowed_host("any.example") and AppConfig(api_key=KEY).is_allowed_host("any")
 
 
-def preflight(server, origin, method="POST", headers="content-type", path=OPENAI):
-    asked = {"Access-Control-Request-Method": method, "Access-Control-Request-Headers": headers}
+def preflight(server, origin, method="POST", headers="content-type", path=OPENAI, **more):
+    asked = {"Access-Control-Request-Method": method, "Access-Control-Request-Headers": headers, **more}
     return server.http.options(path, headers={"Origin": origin, **asked})
 
 
@@ -866,6 +942,22 @@ def test_preflight_allows_all_headers(origin):
         assert answer.headers["access-control-allow-origin"] == origin
 
 
+@pytest.mark.parametrize("origin", ["https://good.example", "*"])
+def test_preflight_of_a_private_network(origin):
+    """Chromium asks it for a page from the internet, and does not send the request without the answer."""
+    asked, allows = "Access-Control-Request-Private-Network", "access-control-allow-private-network"
+    with serving(config=AppConfig(origins=(origin,))) as server:
+        answer = preflight(server, "https://good.example", **{asked: "true"})
+        assert (answer.status_code, answer.headers.get(allows)) == (200, "true")
+        assert answer.headers["access-control-allow-headers"] == "content-type"
+        assert allows not in preflight(server, "https://good.example").headers
+        put = preflight(server, "https://good.example", method="PUT", **{asked: "true"})
+        assert put.status_code == 405 and allows not in put.headers
+        if origin != "*":
+            evil = preflight(server, "https://evil.example", **{asked: "true"})
+            assert evil.status_code == 403 and allows not in evil.headers
+
+
 def test_other_origins_are_refused(server):
     page = {"Origin": "https://evil.example"}
     for path in (OPENAI, EDITS, TEXT, "/sdapi/v1/interrupt", "/sdapi/v1/options"):
@@ -877,6 +969,45 @@ def test_other_origins_are_refused(server):
             body = answer.json()
             message = body["error"]["message"] if path.startswith("/v1/") else body["detail"]
             assert "--allow-origin" in message and "'https://evil.example'" in message
+
+
+@pytest.mark.parametrize(
+    ("option", "sent"),
+    [
+        ("https://ok.example:443", "https://ok.example"),
+        ("https://ok.example", "https://ok.example:443"),
+        ("HTTP://OK.example:80", "http://ok.example"),
+        ("https://ok.example.", "https://ok.example"),
+        ("https://ok.example:8443", "https://OK.example.:8443"),
+        ("http://[2001:DB8::5]:80", "http://[2001:db8::5]"),
+    ],
+)
+def test_origins_are_compared_as_dns_does(option, sent):
+    """The answer repeats the origin as the browser wrote it, because browsers compare it with theirs."""
+    others = ("http://ok.example:443", "https://ok.example:444", "https://ok.example.evil", "https://not-ok.example")
+    with serving(config=AppConfig(steps=1, origins=(option,))) as server:
+        asked = preflight(server, sent)
+        assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, sent)
+        answer = server.post(OPENAI, {"prompt": "fox"}, headers={"Origin": sent})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, sent)
+        for other in others:
+            assert preflight(server, other).status_code == 403, other
+
+
+@pytest.mark.parametrize(
+    ("origin", "remedy"),
+    [
+        ("https://ok.example", "start the server with --allow-origin and this origin"),
+        ("null", "every sandboxed page and every file has this origin"),
+        ("https://ok.example/", "an origin has no path: write 'https://ok.example'"),
+        ("ok.example", "it must be a scheme and a host"),
+    ],
+)
+def test_refused_origin_is_named_with_a_remedy_that_works(server, origin, remedy):
+    error = server.post(OPENAI, {"prompt": "fox"}, headers={"Origin": origin}).json()["error"]
+    assert error["message"].startswith(f"web pages of {origin!r} are not allowed: {remedy}")
+    if "--allow-origin" in error["message"]:
+        assert AppConfig(origins=(origin,)).is_allowed_origin(origin)
 
 
 def test_refusals_of_preflights_are_json():
@@ -910,6 +1041,18 @@ def test_own_page_is_allowed(server):
         assert server.post(OPENAI, {"prompt": "fox"}, headers=headers).status_code == 200
     headers = {"Host": "evil.example", "Origin": "http://evil.example"}
     assert server.post(OPENAI, {"prompt": "fox"}, headers=headers).status_code == 400, "rebound DNS"
+    for host, origin in (
+        ("LOCALHOST", "http://localhost"),
+        ("localhost", "http://LOCALHOST"),
+        ("localhost.", "http://localhost"),
+        ("x:443", "https://x"),
+        ("x", "http://x:80"),
+    ):
+        headers = {"Host": host, "Origin": origin}
+        assert server.post(OPENAI, {"prompt": "fox"}, headers=headers).status_code == 200, headers
+    for origin in ("http://x:443", "https://x:80", "http://x..", "http://localhost:80"):
+        headers = {"Host": "x", "Origin": origin}
+        assert server.post(OPENAI, {"prompt": "fox"}, headers=headers).status_code == 403, headers
     own = f"127.0.0.1:{server.port}"
     for origin in ("null", "", f"http://{own}1", f"http://u@{own}", f"capacitor://{own}"):
         assert server.post(OPENAI, {"prompt": "fox"}, headers={"Origin": origin}).status_code == 403
@@ -986,7 +1129,6 @@ def test_origins_of_extensions_and_desktop_shells():
         ({"origins": ("file://",)}, "it must be a scheme and a host"),
         ({"origins": ("https://*.example",)}, "it must be a scheme and a host"),
         ({"origins": ("https://a b",)}, "it must be a scheme and a host"),
-        ({"origins": ("HTTPS://a.example",)}, "it must be a scheme and a host"),
         ({"origins": ("",)}, "it must be a scheme and a host"),
         ({"origins": ("https://a.example/",)}, "write 'https://a.example'"),
         ({"origins": ("app://obsidian.md/index.html?a#b",)}, "write 'app://obsidian.md'"),

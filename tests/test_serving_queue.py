@@ -355,9 +355,15 @@ def test_loading_is_503():
             answer = server.http.get(path) if path == "/ready" else ask(server)
             assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
         assert server.http.get("/health").status_code == 200
+        # The sampler is not known yet: none is listed, and none is refused.
+        assert server.http.get("/sdapi/v1/samplers").json() == []
+        sampler = server.post(TEXT, {"prompt": "fox", "sampler_name": "DDIM"})
+        assert sampler.status_code == 503 and sampler.headers["retry-after"] == "5"
         may_load.set()
         until(lambda: server.http.get("/ready").status_code == 200)
         assert ask(server).status_code == 200
+        assert server.post(TEXT, {"prompt": "fox", "sampler_name": "DDIM"}).status_code == 200
+        assert [one["name"] for one in server.http.get("/sdapi/v1/samplers").json()] == ["DDIM"]
 
 
 def test_dead_thread_fails_all_requests_and_ends_the_server(pool):

@@ -19,6 +19,7 @@ import uvicorn
 from serving_support import OPENAI, read_answer, serving, until
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.http_protocol import MAX_CHUNKS, MAX_READ_BYTES, HttpProtocol
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -207,6 +208,15 @@ def test_client_that_stops_sending_is_gone():
         until(lambda: server.count("images_total", outcome="abandoned") == 1 and server.requests(499) == 1)
         server.engine.gate.set()
         assert server.post(OPENAI, {"prompt": "fox"}).status_code == 200
+
+
+def test_idle_connections_are_closed_after_the_time_of_the_option():
+    """By default later than in nginx and in load balancers, which close theirs after 60 s."""
+    with serving(config=AppConfig(keep_alive_seconds=0.01)) as server, server.connect() as client:
+        client.sendall(HEALTH)
+        assert read_answer(client)[0] == 200 and is_closed(client)
+    with serving() as server:
+        assert server.server.config.timeout_keep_alive == AppConfig.keep_alive_seconds > 60
 
 
 # Servers in their own process

@@ -8,10 +8,10 @@ import pytest
 import tomesd_quality
 
 from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.comparison.results import read_json
+from ppdiffusers_tome.comparison.sheets import image_paths
 from ppdiffusers_tome.evaluation.quality.image_generation import image_folder, read_images
 from ppdiffusers_tome.evaluation.quality.image_sets import PLAIN_IMAGES, ImageSet
-from ppdiffusers_tome.evaluation.quality.sheets import image_paths
-from ppdiffusers_tome.evaluation.results import read_json
 
 
 class PaddleProcess(AbstractContextManager):

@@ -7,7 +7,7 @@ import pytest
 from conftest import tiny_pipeline
 from zoo.parts import unet as unet_of_zoo
 
-from ppdiffusers_tome import ToMeConfig, apply_tome
+from ppdiffusers_tome import ToMeConfig, ToMeError, apply_tome
 from ppdiffusers_tome.cli import _parser, main
 from ppdiffusers_tome.commands import tune
 from ppdiffusers_tome.evaluation.quality import image_generation, networks
@@ -243,6 +243,24 @@ def test_the_settings_that_reach_the_goal_are_written(command, output, monkeypat
     apply_tome(pipe, config=file)
     blocks = pipe.tome_summary(height=32, width=32).blocks
     assert blocks and not any(block.is_gated for block in blocks)
+
+
+@pytest.mark.parametrize("option", ["--method", "--merging", "--config", None])
+def test_only_known_candidates_get_further_ratios(option, model, tmp_path, monkeypatch):
+    """What the options name is all that is measured; a method of theirs has the ratio that it brings."""
+    ToMeConfig(method="todo").save(tmp_path / "tuned.json")
+    value = {"--method": "todo", "--merging": "method=todo", "--config": str(tmp_path / "tuned.json")}.get(option)
+    searched = {}
+
+    def search(configs, *_, refines):
+        searched.update(configs=list(configs), refines=refines)
+        raise ToMeError("searched")
+
+    monkeypatch.setattr(tune, "search", search)
+    options = ["--speed-up", "1.1", "--size", "64", "--backend", "eager", "--output", str(tmp_path / "out.json")]
+    assert main(["tune", "--model", str(model), *options, *([option, value] if option else [])]) != 0
+    assert searched["refines"] == (option is None)
+    assert option is None or searched["configs"] == [ToMeConfig(method="todo")]
 
 
 NOTHING_FASTER, NOT_REACHED = "Nothing is faster than plain at 32 px in eager", "No candidate reaches the goal"

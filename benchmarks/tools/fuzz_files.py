@@ -22,7 +22,7 @@ from io import StringIO
 from pathlib import Path
 from random import Random
 
-CACHE = "optimized"  # what ONNX Runtime makes of an export beside its programs; it is not verified
+CACHE = "optimized"  # what ONNX Runtime makes of an export beside its programs, and makes again when it is damaged
 SECONDS = 120  # after which loading counts as hung or crashed
 LEVELS = 8  # largest mean difference of equal images, in levels of 255: rounding differs without oneDNN
 WRONG = (None, True, -1, 0, 7, 0.25, 1e308, 10**30, 10**400, float("nan"), [], {}, [[]], [1, 2], {"a": None})

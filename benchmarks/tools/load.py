@@ -33,7 +33,7 @@ import psutil
 from load_clients import DRAWING, OPENAI, UNCOUNTED, Load
 from server_process import start_server
 
-from ppdiffusers_tome.evaluation.results import make_result, write_result
+from ppdiffusers_tome.comparison.results import make_result, write_result
 
 MIB = 2**20
 MEMORY_TOLERANCE = 32 * MIB

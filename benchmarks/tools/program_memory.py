@@ -30,8 +30,8 @@ import requests
 from ppdiffusers import StableDiffusionPipeline
 from server_process import start_server
 
+from ppdiffusers_tome.comparison.results import make_result, read_json, write_result
 from ppdiffusers_tome.evaluation.markdown import table
-from ppdiffusers_tome.evaluation.results import make_result, read_json, write_result
 from ppdiffusers_tome.evaluation.speed.architectures import ARCHITECTURES
 from ppdiffusers_tome.inference import export_pipeline, load_pipeline, read_manifest
 from ppdiffusers_tome.inference.loading import load_for_export

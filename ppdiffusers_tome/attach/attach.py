@@ -13,6 +13,7 @@ from ..config import LAYERS, LEVELS, ToMeConfig
 from ..errors import NoMergeableLayerError, ToMeConfigError
 from ..families.models import (
     MergeableBlock,
+    check_not_compiled,
     denoisers,
     find_blocks,
     is_controlnet,
@@ -41,10 +42,13 @@ def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> No
         controlnet: the config of ControlNets; None leaves them plain.
 
     Raises:
-        ToMeConfigError: target is not a pipeline or model, or merge_mlp meets chunked feed-forward layers.
+        ToMeConfigError: target is not a pipeline or model, a model runs a compiled program, or merge_mlp meets chunked
+            feed-forward layers.
         NoMergeableLayerError: no block is at the configs' levels. After any error the target is unchanged.
     """
     before = attached_configs(target)
+    for name, denoiser in denoisers(target).items():
+        check_not_compiled(name, denoiser)
     chosen: list[tuple[MergeableBlock, Placement]] = []
     for denoiser, _ in before:
         denoiser_config = controlnet if is_controlnet(denoiser) else config
@@ -88,7 +92,14 @@ def _nothing_to_merge(target: Any, config: ToMeConfig, controlnet: ToMeConfig | 
 
 
 def detach(target: Any) -> None:
-    """Remove all wraps of this package, and the merging that ppdiffusers ships, from a pipeline or model."""
+    """Remove all wraps of this package, and the merging that ppdiffusers ships, from a pipeline or model.
+
+    Raises:
+        ToMeConfigError: target is not a pipeline or model, or a model that merges runs a compiled program.
+    """
+    for name, denoiser in denoisers(target).items():
+        if config_of(denoiser) is not None:
+            check_not_compiled(name, denoiser)
     for component in layer_components(target).values():
         remove_builtin(component)
         for layer in component.sublayers(include_self=True):

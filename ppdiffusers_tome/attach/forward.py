@@ -31,9 +31,14 @@ class Wrap:
 
 
 @paddle.jit.not_to_static  # a program records what the wrap computes; Paddle would translate its Python code
-def _forward(layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
+def _tome_forward(layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
     wrap = wrap_of(layer) or Wrap()  # None if another library has put this back after the wrap was removed
     return wrap(layer, *args, **kwargs)
+
+
+def install_forward() -> None:
+    """Make `_tome_forward` a method of every layer, by whose name a pickle of a layer finds it again."""
+    nn.Layer._tome_forward = _tome_forward
 
 
 def wrap_of(layer: nn.Layer) -> Wrap | None:
@@ -44,18 +49,16 @@ def wrap_of(layer: nn.Layer) -> Wrap | None:
 
 def is_outermost(layer: nn.Layer) -> bool:
     """Whether no other library has replaced the `forward` of a layer since its wrap was installed."""
-    return getattr(layer.__dict__.get("forward"), "__func__", None) is _forward
+    return getattr(layer.__dict__.get("forward"), "__func__", None) is _tome_forward
 
 
 def install(layer: nn.Layer, wrap: Wrap) -> None:
     """Put a wrap in place of the layer's `forward`. It calls the one that was there, also one of another library."""
     removed = wrap_of(layer)
-    if removed is None:
-        wrap.wrapped_forward = layer.__dict__.get("forward")
-        layer.forward = MethodType(_forward, layer)
-    else:  # another library's `forward` still calls it
-        wrap.wrapped_forward = removed.wrapped_forward
-    setattr(layer, ATTRIBUTE, wrap)
+    wrap.wrapped_forward = layer.__dict__.get("forward") if removed is None else removed.wrapped_forward
+    setattr(layer, ATTRIBUTE, wrap)  # before `forward`: a pickle imports this package for it
+    if removed is None:  # otherwise another library's `forward` still calls it
+        layer.forward = MethodType(_tome_forward, layer)
 
 
 def _is_lost(layer: nn.Layer, wrap: Wrap) -> bool:

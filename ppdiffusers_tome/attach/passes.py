@@ -7,16 +7,17 @@ computes is stored per thread. All other state is in the wraps.
 
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import paddle
 from paddle import nn
 
 from ..errors import ToMeConfigError, ToMePassError
 from ..families.grids import token_grid
-from ..families.models import is_chunked
+from ..families.models import is_chunked, use_old_recompute
 from ..families.table import FIRST, Family
 from ..grid import Grid
 from ..methods.method import Form
@@ -25,6 +26,7 @@ from .forward import Wrap, is_outermost
 from .placement import Placement
 
 Value = TypeVar("Value")
+_THROUGH_ITS_MODEL = "call it through its model, or remove_tome() first"
 MAX_CACHED = 8  # values of a `Cache`; the constants of a grid of 64×64 tokens take 0.2 MB
 CHUNKED_FEED_FORWARD = (
     "merge_mlp=True cannot be combined with chunked feed-forward layers (enable_forward_chunking(), "
@@ -52,7 +54,7 @@ _current = _Pass()
 def gpu_form(use: bool) -> Iterator[None]:
     """Merge in this thread in the form that suits a GPU, or in the other one, wherever the tokens are.
 
-    By default tokens on a GPU merge in that form, and programs are for CPUs.
+    Programs may run on another device later. Leaving the context restores what was chosen before.
     """
     before, _current.use_gpu_form = _current.use_gpu_form, use
     try:
@@ -62,10 +64,15 @@ def gpu_form(use: bool) -> Iterator[None]:
 
 
 def uses_gpu_form(tensor: paddle.Tensor) -> bool:
-    """Whether what is computed from a tensor merges in the form for GPUs: see `gpu_form`."""
+    """Whether what is computed from a tensor merges in the form for GPUs: as `gpu_form` says, or the tensor is on one.
+
+    A tensor that is traced is nowhere yet. The current device decides, so that a program equals eager mode there.
+    """
     if _current.use_gpu_form is not None:
         return _current.use_gpu_form
-    return paddle.in_dynamic_mode() and bool(tensor.place.is_gpu_place())
+    if paddle.in_dynamic_mode():
+        return bool(tensor.place.is_gpu_place())
+    return paddle.get_device().startswith("gpu")
 
 
 def is_for_gpu() -> bool:
@@ -102,7 +109,7 @@ def current_plan() -> MergePlan | None:
 
 
 class PlacedWrap(Wrap):
-    """Wrap of a transformer block: it stores what merges there. At ratio 0 it is the only wrap, and nothing merges."""
+    """Wrap of a transformer block. This one stores what would merge, at ratio 0."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
@@ -135,11 +142,40 @@ def _first(args: tuple, kwargs: dict[str, Any]) -> Any:
     return args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
 
 
+class GridOfPass(NamedTuple):
+    """What the blocks of a transformer need to know of a pass."""
+
+    grid: Grid  # of its tokens
+    seed: int | None  # of the random choice of dst
+
+
+class GridsOfInputs:
+    """The pass that each input of a block belongs to, while the input exists; a copy or a pickle starts empty.
+
+    Gradient checkpointing runs a block again after its pass, with the input from before, perhaps as another tensor in
+    the same memory, and other passes may have come in between.
+    """
+
+    def __init__(self) -> None:
+        self._by_address: dict[int, tuple[weakref.ref, GridOfPass]] = {}
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+    def get(self, x: paddle.Tensor, current: GridOfPass) -> GridOfPass:
+        """The pass in which the block first got x: the current one if that is now."""
+        if not paddle.in_dynamic_mode():
+            return current
+        address = x.data_ptr()
+        _, known = self._by_address.get(address, (None, None))
+        if known is None:
+            entry = weakref.ref(x, lambda _: self._by_address.pop(address, None))
+            self._by_address[address] = entry, current
+        return known or current
+
+
 class GridWrap(Wrap):
     """Wrap of a transformer's first layer: read the token grid, and choose a seed if the config has none.
-
-    It stores three integers until the next pass, because gradient checkpointing runs single blocks again after the
-    pass.
 
     Args:
         placement: of a block of the transformer.
@@ -156,26 +192,31 @@ class GridWrap(Wrap):
         return self._use_rand and self._seed is None
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
-        self._thread.seed = secrets.randbits(64) if self.changes_dst else self._seed
-        before = getattr(self._thread, "grid", None)
-        self._thread.grid = token_grid(self._family, layer, _first(args, kwargs), before)
+        if self.changes_dst and layer.training and use_old_recompute():
+            raise ToMePassError(
+                "seed=None cannot be combined with FLAG_USE_OLD_RECOMPUTE: it runs whole transformers again for the "
+                "gradients, and they would choose other tokens. Pass a seed to apply_tome(), or unset the flag."
+            )
+        before = self.current()
+        grid = token_grid(self._family, layer, _first(args, kwargs), before and before.grid)
+        self._thread.current = GridOfPass(grid, secrets.randbits(64) if self.changes_dst else self._seed)
         return self.forward(layer, *args, **kwargs)
 
-    def grid(self, tokens: int | None = None) -> Grid:
-        """The grid of this thread's pass; raises unless it, or each frame, has this number of tokens (None: any)."""
-        grid: Grid | None = getattr(self._thread, "grid", None)
-        if grid is None:
-            reason = "no feature map was seen"
-        elif tokens in (None, grid.tokens) or (self._family.has_frames and tokens % grid.tokens == 0):
-            return grid  # frames of a video come one after another
-        else:
-            reason = f"the feature map was {grid.h}×{grid.w}"
-        got = "tokens" if tokens is None else f"{tokens} tokens"
-        raise ToMePassError(f"a block got {got} but {reason}: call it through its model, or remove_tome() first.")
+    def current(self) -> GridOfPass | None:
+        """The last pass in this thread; None before the first."""
+        current: GridOfPass | None = getattr(self._thread, "current", None)
+        return current
 
-    def random_key(self, block: int) -> tuple[int, ...] | None:
-        """The key of a block's random dst in this pass; None if dst is not random."""
-        return (self._thread.seed, block) if self._use_rand else None
+    def check(self, grid: Grid, tokens: int) -> None:
+        """Raise ToMePassError unless the tokens of a block are those of a grid, or of the frames of a video."""
+        if tokens != grid.tokens and not (self._family.has_frames and tokens % grid.tokens == 0):
+            raise ToMePassError(
+                f"a block got {tokens} tokens but the feature map was {grid.h}×{grid.w}: {_THROUGH_ITS_MODEL}."
+            )
+
+    def random_key(self, seed: int | None, block: int) -> tuple[int, ...] | None:
+        """The key of a block's random dst, for the seed of the pass; None if dst is not random."""
+        return (seed, block) if self._use_rand and seed is not None else None
 
 
 class BlockWrap(PlacedWrap):
@@ -190,6 +231,7 @@ class BlockWrap(PlacedWrap):
         super().__init__(placement)
         self.grid = grid
         self._constants = Cache()
+        self._inputs = GridsOfInputs()
 
     def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.placement.config.merge_mlp and is_chunked(layer, self.placement.facts):
@@ -202,24 +244,29 @@ class BlockWrap(PlacedWrap):
 
     def build_plan(self, metric: paddle.Tensor) -> MergePlan | None:
         """The plan for a block's input [B, N, C], of frames in one sequence [B, F·N, C]; None if nothing merges."""
-        placement = self.placement
+        placement, current = self.placement, self.grid.current()
+        if current is None:
+            raise ToMePassError(
+                f"a block got {metric.shape[1]} tokens but no feature map was seen: {_THROUGH_ITS_MODEL}."
+            )
+        grid, seed = self._inputs.get(metric, current)
         if placement.facts.single_stream is not None and placement.facts.sequence == FIRST:
-            metric = metric[:, -self.grid.grid().tokens :]  # without the text
-        tokens = metric.shape[1]
-        grid, use_gpu_form = self.grid.grid(tokens), uses_gpu_form(metric)
+            metric = metric[:, -grid.tokens :]  # without the text
+        tokens, use_gpu_form = metric.shape[1], uses_gpu_form(metric)
+        self.grid.check(grid, tokens)
         kept = placement.kept(grid, use_gpu_form)
         if kept.keys == grid.tokens:
             return None
         if (frames := max(1, tokens // grid.tokens)) > 1:
             metric = metric.reshape([-1, grid.tokens, metric.shape[2]])
         form = placement.form(grid, use_gpu_form)
-        return join_frames(form.plan(metric, self._constants_of(form, grid), kept), frames)
+        return join_frames(form.plan(metric, self._constants_of(form, grid, seed), kept), frames)
 
-    def _constants_of(self, form: Form, grid: Grid) -> Any:
+    def _constants_of(self, form: Form, grid: Grid, seed: int | None) -> Any:
         """The constants of a grid, cached by device unless each pass has its own; a traced program gets its own."""
 
         def build() -> Any:
-            return form.constants(grid, self.placement.config, self.grid.random_key(self.placement.index))
+            return form.constants(grid, self.placement.config, self.grid.random_key(seed, self.placement.index))
 
         if self.grid.changes_dst or not paddle.in_dynamic_mode():
             return build()

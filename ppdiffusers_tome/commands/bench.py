@@ -8,10 +8,10 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+from ..comparison.clock import ratio_within_rounds
+from ..comparison.results import PROGRAM, command_line
 from ..cores import usable_cores
 from ..errors import ToMeConfigError
-from ..evaluation.clock import ratio_within_rounds
-from ..evaluation.results import PROGRAM, command_line
 from ..evaluation.speed.architectures import ARCHITECTURES
 from ..evaluation.speed.cases import (
     ARM_NAMES,

@@ -6,14 +6,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..comparison.results import command_line, read_json, write_result
 from ..cores import usable_cores
 from ..errors import ToMeConfigError
 from ..evaluation.quality.image_sets import ABLATIONS, PLAIN_BF16, RATIOS, Evaluation, list_image_sets
-from ..evaluation.results import command_line, read_json, write_result
 from ..evaluation.speed.cases import BACKENDS, IN_FP32, ONNX_RUNTIME, PROGRAMS
 from ..inference import choose_runtime
 from ..inference.loading import require_model_folder
-from .image_options import add_image_options, add_options, image_settings, open_image_backend, threads
+from .evaluation_options import add_image_options, bundled_model, check_packages, image_settings
+from .image_options import add_options, open_image_backend, threads
 from .merge_options import add_merge_options, read_methods
 
 QUICK = {"ratio": [0.5], "ablations": [], "count": 2, "steps": 2, "size": 64, "batch": 2}  # defaults of --quick
@@ -25,7 +26,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser("evaluate", help=about)
     option = command.add_argument
     default = "(default: %(default)s)"
-    bundled = "the bundled model that was trained at this size, examples/emoji_sd or scenes_sd"
+    bundled = "in the repository, the bundled model that was trained at this size, examples/emoji_sd or scenes_sd"
     option("--model", help=f"ppdiffusers folder, or hub name (default: {bundled})")
     add_image_options(command)
     option("--count", type=int, default=256, help=f"images in each set; prompts repeat with other seeds {default}")
@@ -52,6 +53,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    check_packages("evaluate")
     # Late: it imports all that measures, which other commands do not need.
     from ..evaluation.quality.evaluation import evaluate, model_levels
 
@@ -63,7 +65,7 @@ def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, argu
         raise ToMeConfigError(f"--batch {options.batch} is not allowed: it must be 1 or more")
     if options.backend in PROGRAMS:  # raises if the runtime is not installed
         choose_runtime(**PROGRAMS[options.backend])
-    model = options.model or f"examples/{'scenes_sd' if (options.size or 0) > 128 else 'emoji_sd'}"
+    model = options.model or str(bundled_model("scenes_sd" if (options.size or 0) > 128 else "emoji_sd"))
     require_model_folder(model, hub_names=options.model is not None)
     evaluation = Evaluation(
         **image_settings(options, model),

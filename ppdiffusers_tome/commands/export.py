@@ -4,13 +4,15 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..config import ToMeConfig
 from ..inference import Manifest, parse_size
 from ..inference.arguments import EXPORT_FORMATS, check_arguments, default_format
 from ..inference.diffusers_layout import LAYOUTS, RUNTIMES, choose_layout
 from ..inference.export import write_export
 from ..inference.loading import load_for_export
 from ..inference.manifest import ratio_name
-from .merge_options import add_merge_options, merge_configs
+from .image_options import naming_options
+from .merge_options import add_merge_options, add_removed_options, merge_configs
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -48,11 +50,19 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--for-gpu", action="store_true", help="merge by operations that are fast on a GPU and slow on a CPU")
     option("--overwrite", action="store_true", help="replace an earlier export")
     add_merge_options(export, "how to merge", is_single=True)
+    add_removed_options(export)
     export.set_defaults(run=_export)
 
 
 def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     configs = merge_configs(options)
+    with naming_options(runtime="--for", controlnet="--controlnet-ratio", ratios="--ratio", sizes="--size"):
+        manifest = _write(options, configs)
+    print(_describe(manifest, options.output, options.layout != LAYOUTS[0]))
+    return 0
+
+
+def _write(options: argparse.Namespace, configs: Sequence[ToMeConfig]) -> Manifest:
     sizes = [parse_size(text) for text in options.size] if options.size else None
     layout = choose_layout(options.layout, options.format, options.runtime)
     format = (options.format or default_format()) if layout is None else "onnx"
@@ -67,7 +77,7 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         layout=layout,
     )
     pipe = load_for_export(options.model, options.controlnet, safety_checker=not options.no_safety_checker)
-    manifest = write_export(
+    return write_export(
         pipe,
         options.output,
         configs,
@@ -80,8 +90,6 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         format=format,
         layout=layout,
     )
-    print(_describe(manifest, options.output, layout is not None))
-    return 0
 
 
 def _describe(manifest: Manifest, folder: Path, is_layout: bool) -> str:
@@ -93,7 +101,7 @@ def _describe(manifest: Manifest, folder: Path, is_layout: bool) -> str:
         lines.append(f"{name:<34} " + " ".join(f"{cell:>8}" for cell in cells))
     sizes = ", ".join(map(str, manifest.sizes))
     ratios = ", ".join(map(ratio_name, manifest.ratios))
-    megabytes = sum(file["bytes"] for file in manifest.files.values()) / 1e6
+    megabytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
     methods = dict.fromkeys(filter(None, manifest.methods.values()))
     summary = f"wrote {folder}: {manifest.pipeline}, sizes {sizes}, ratios {ratios}, {megabytes:.0f} MB"
     how = [f"{folder / 'README.md'} has the lines that load it"] if is_layout else []

@@ -59,7 +59,7 @@ def _generate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     prompts = read_prompts(options.prompts, defaults, limits)
     with open_image_backend(options, gpu=uses_gpu(options)) as make_backend:
         settings = runtime_settings(manifest, options)
-        backend = make_backend(partial(load_engine, model, threads=load_threads, **settings))
+        backend = make_backend(partial(load_engine, model, expected=manifest, threads=load_threads, **settings))
         identity = model_hash(model, {name: settings[name] for name in ("runtime", "device", "precision")})
         summary = generate(prompts, identity, options.output, options.batch, backend)
     for prompt, reason in summary.failures:

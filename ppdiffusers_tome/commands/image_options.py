@@ -3,13 +3,11 @@
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
 from ..cores import usable_cores
 from ..errors import ParameterError, ToMeConfigError, ToMeError, install_command
-from ..evaluation.quality.image_sets import prompts_of, with_seeds
 from ..generation.jobs import Job, JobError
 from ..generation.offline import MakeImageBackend, generate_here
 from ..inference import RUNTIMES, Manifest, choose_runtime
@@ -19,33 +17,6 @@ from ..inference.pipeline import check_format, default_runtime
 OWN = "(default: the model's own)"
 Options: TypeAlias = argparse.ArgumentParser | argparse._ArgumentGroup
 FALLBACK = ModelDefaults(steps=Job.steps, guidance_scale=Job.guidance_scale)  # of models that have none of their own
-
-
-def add_image_options(group: Options) -> None:
-    """Add the options of the images that `evaluate` and `tune` compare."""
-    option, default = group.add_argument, "(default: %(default)s)"
-    prompts = "the model's prompts.txt, or a few general ones"
-    option("--prompts", type=Path, help=f".txt, .jsonl or .tsv (PartiPrompts) (default: {prompts})")
-    option("--size", type=int, help=f"px, height and width {OWN}")
-    option("--seed", type=int, default=0, help=f"of the first image; each further one adds 1 {default}")
-    add_step_options(group, OWN)
-
-
-def image_settings(options: argparse.Namespace, model: str) -> dict[str, Any]:
-    """The options of the images as arguments of `Evaluation`; absent ones have the model's own values.
-
-    Raises:
-        ToMeConfigError: the prompts cannot be read, their number or seed is not allowed, or the model has no size.
-        ToMeExportError: the model cannot be loaded.
-    """
-    from ..evaluation.quality.image_generation import model_defaults  # late: it imports all that generates
-
-    prompts = with_seeds(prompts_of(model, options.prompts), options.count, options.seed)
-    numbers = {name: getattr(options, name) for name in ("size", "steps", "guidance_scale")}
-    if None in numbers.values():
-        own = model_defaults(model)
-        numbers = {name: getattr(own, name) if value is None else value for name, value in numbers.items()}
-    return {"model": model, "prompts": prompts, **numbers}
 
 
 def add_step_options(group: Options, default: str = "(default: the model's own, or {})") -> None:
@@ -98,7 +69,9 @@ def naming_options(**options: str) -> Iterator[None]:
     try:
         yield
     except ParameterError as error:
-        raise ToMeConfigError(f"{option(error.name)} {error.value} is not allowed: {error.rule}") from error
+        values = error.value if isinstance(error.value, tuple) else () if error.value is True else (error.value,)
+        given = " ".join([option(error.name), *map(str, values)])
+        raise ToMeConfigError(f"{given} is not allowed: {error.rule}") from error
     except JobError as error:
         raise ToMeConfigError(f"{option(error.field)}: {error}") from error
 

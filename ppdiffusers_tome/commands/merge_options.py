@@ -4,10 +4,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..config import ToMeConfig, check_names
+from ..config import SETTINGS, ToMeConfig, check_names
 from ..errors import ToMeConfigError
 from ..methods import METHODS
+from .image_options import naming_options
 
+FLAGS = ("proportional", "merge_crossattn", "merge_mlp")  # settings that were options of 2.x without a value
+OPTIONS_OF_2 = [name for name in SETTINGS if name not in ("ratio", "use_rand", "method")]
 EXAMPLE = "method=kv,ratio=0.75"
 _WORDS = {"": True, "true": True, "false": False, "none": None}
 
@@ -29,14 +32,42 @@ def add_merge_options(group: argparse._ActionsContainer, about: str, is_single: 
     place.add_argument("--config", nargs=number, default=[], type=Path, metavar="FILE", help=file)
 
 
+class _RemovedOption(argparse.Action):
+    """An option of an earlier release, whose error names what replaced it."""
+
+    def __init__(self, instead: str, **settings: Any) -> None:
+        super().__init__(nargs="?", help=argparse.SUPPRESS, **settings)
+        self._instead = instead
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: str | None = None
+    ) -> None:
+        parser.error(f"{option} is not an option since release 3.0: {self._instead.format(value=value or 'VALUE')}")
+
+
+def add_removed_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of 2.x for single settings, which --merging has replaced."""
+    for name in OPTIONS_OF_2:
+        write = f"write --merging {name}" + ("={value}" if name not in FLAGS else "")
+        if name == "merge_attn":
+            write = "write --method NAME"
+        command.add_argument("--" + name.replace("_", "-"), action=_RemovedOption, instead=write)
+    for option, setting in (("--no-rand", "use_rand=false"), ("--no-proportional", "proportional=false")):
+        command.add_argument(option, action=_RemovedOption, instead=f"write --merging {setting}")
+    command.add_argument("--match", action=_RemovedOption, instead="write --method todo for grid, or leave it out")
+    mean = "leave it out, a merged token is the mean of its tokens"
+    command.add_argument("--blend", action=_RemovedOption, instead=mean)
+
+
 def read_methods(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The ways to merge that the options name, each as arguments of `ToMeConfig`: those of files first.
 
     A file always names its ratio. Its other settings are left out where they have their default values. What a method
-    or text names has a ratio too if its method has a default of its own, as "todo" has.
+    or text names has a ratio too if its method has a default of its own, as "todo" has. `ToMeConfig` checks the
+    values of --merging, together with a ratio from another option.
 
     Raises:
-        ToMeConfigError: a file cannot be read, or a setting does not exist or is not allowed.
+        ToMeConfigError: a file cannot be read, or a setting does not exist.
     """
     of_files = [ToMeConfig.load(path).changed_settings() for path in options.config]
     named = [{"method": name} for name in options.method] + [parse_settings(text) for text in options.merging]
@@ -60,7 +91,8 @@ def merge_configs(options: argparse.Namespace) -> list[ToMeConfig]:
     settings = methods[0] if methods else {}
     if options.ratio is None:
         return [ToMeConfig(**settings)]
-    return [ToMeConfig(**(settings | {"ratio": ratio})) for ratio in options.ratio]
+    with naming_options():
+        return [ToMeConfig(**(settings | {"ratio": ratio})) for ratio in options.ratio]
 
 
 def parse_settings(text: str) -> dict[str, Any]:

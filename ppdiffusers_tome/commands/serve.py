@@ -19,7 +19,7 @@ from ..errors import ToMeConfigError, ToMeError, install_command
 from ..generation.jobs import Job, Limits
 from ..inference import Manifest, parse_size, read_manifest
 from ..inference.loading import read_defaults
-from ..serving.app_config import KEY_VARIABLE, AppConfig
+from ..serving.app_config import KEY_VARIABLE, LOCAL_HOSTS, AppConfig, dns_name
 from .image_options import (
     add_runtime_options,
     add_step_options,
@@ -55,6 +55,8 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--batch", type=int, default=4, help=f"largest number of images in one pipeline call {default}")
     option("--batch-wait", type=float, default=0.02, help=f"seconds to wait for others in the same call {default}")
     option("--timeout", type=float, default=AppConfig.request_seconds, help=f"seconds for one request {default}")
+    keep_alive = f"seconds until an idle connection is closed, more than in a proxy before this server {default}"
+    option("--keep-alive", type=float, default=AppConfig.keep_alive_seconds, help=keep_alive)
     add_step_options(serve)
     option("--max-images", type=int, default=Limits.images, help=f"largest number of images in one request {default}")
     option("--max-steps", type=int, default=Limits.steps, help=f"largest number of steps {default}")
@@ -87,13 +89,15 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     config = _app_config(options, limits)
     settings = runtime_settings(manifest, options)
     check_runtime(manifest, options)
-    if config.api_key is None and options.host not in ("127.0.0.1", "::1", "localhost"):
+    if config.api_key is None and dns_name(options.host) not in LOCAL_HOSTS:
         print(f"warning: other machines may reach {options.host}, and {KEY_VARIABLE} is not set", file=sys.stderr)
+    settings["expected"] = manifest  # of every engine, whenever it is loaded
     load = partial(load_warm_engine, options.model.resolve(), limits, config.guidance_scale, settings)
     queue = _make_queue(lambda: load_engine(lambda: queue.is_closed), manifest.name, limits, options)
     with _open_engines(load, options) as load_engine:
         app = create_app(queue, config)
-        serve(queue, app, options.host, options.port, config.request_seconds, open_page if options.open else None)
+        on_ready = open_page if options.open else None
+        serve(queue, app, options.host, options.port, config.request_seconds, on_ready, config.keep_alive_seconds)
     return 0
 
 
@@ -115,11 +119,16 @@ def _app_config(options: argparse.Namespace, limits: Limits) -> AppConfig:
     """
     own = read_defaults(options.model)
     with naming_options(
-        request_seconds="--timeout", body_bytes="--max-body", hosts="--host or --allow-host", origins="--allow-origin"
+        request_seconds="--timeout",
+        keep_alive_seconds="--keep-alive",
+        body_bytes="--max-body",
+        hosts="--host or --allow-host",
+        origins="--allow-origin",
     ):
         config = AppConfig(
             api_key=os.environ.get(KEY_VARIABLE),  # an empty one is refused
             request_seconds=options.timeout,
+            keep_alive_seconds=options.keep_alive,
             body_bytes=options.max_body,
             hosts=(options.host, *options.allow_host),
             origins=tuple(options.allow_origin),
@@ -183,20 +192,20 @@ def load_warm_engine(
 
     programs = [(size, ratio) for size in limits.sizes for ratio in limits.ratios]
     engine = load_engine(folder, programs, threads=threads, **settings)
-    for job in warm_up_jobs(limits, guidance_scale):
+    for job in warm_up_jobs(limits, guidance_scale, engine.fewest_steps):
         engine.generate([job])
     while settings["runtime"] == "paddle" and engine.load_next():
         pass
     return engine
 
 
-def warm_up_jobs(limits: Limits, guidance_scale: float) -> list[Job]:
+def warm_up_jobs(limits: Limits, guidance_scale: float, steps: int = 2) -> list[Job]:
     """A small job with the defaults, and one from an image, to run before the server is ready.
 
     They load the models beside the UNet, whose predictors are created at their first use.
     """
     height, width = limits.sizes[0]
-    job = Job("", height, width, limits.ratios[0], seed=0, steps=2, guidance_scale=guidance_scale)
+    job = Job("", height, width, limits.ratios[0], seed=0, steps=steps, guidance_scale=guidance_scale)
     if not limits.image_to_image:
         return [job]
     return [job, replace(job, image=Image.new("RGB", (width, height)), strength=1.0)]

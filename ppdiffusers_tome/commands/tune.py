@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from ..comparison.results import command_line
 from ..config import ToMeConfig
 from ..cores import usable_cores
 from ..errors import ToMeConfigError, ToMeError
 from ..evaluation.quality.image_sets import Evaluation
-from ..evaluation.results import command_line
 from ..evaluation.speed.cases import BACKENDS, ONNX_RUNTIME, PROGRAMS, TOME, Case, Timing, make_case
 from ..evaluation.speed.catalog import make_arms
 from ..evaluation.tuning.search import PERCEPTUAL, PSNR, SPEED_UP, Goal, known_candidates, make_stages, nearest, search
 from ..inference import choose_runtime
 from ..inference.loading import require_model_folder
-from .image_options import add_image_options, image_settings
+from .evaluation_options import add_image_options, bundled_model, check_packages, image_settings
 from .merge_options import add_merge_options, read_methods
 
 NOT_REACHED = 1  # exit status
@@ -32,7 +32,8 @@ def add(commands: argparse._SubParsersAction) -> None:
         "and save the winner in a settings file. Exit status 1 if none reaches the goal.",
     )
     option, default = command.add_argument, "(default: %(default)s)"
-    option("--model", type=Path, default=Path("examples/emoji_sd"), help=f"folder of a pipeline with a UNet {default}")
+    bundled = "(default: in the repository, examples/emoji_sd)"
+    option("--model", type=Path, help=f"folder of a pipeline with a UNet {bundled}")
     option("--backend", choices=BACKENDS, default=ONNX_RUNTIME, help=f"exported programs, or the pipeline {default}")
     goals = command.add_argument_group("goal").add_mutually_exclusive_group(required=True)
     goals.add_argument("--speed-up", type=float, metavar="X", help="at least X times as fast as plain, and nearest")
@@ -52,6 +53,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def _tune(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    check_packages("tune")
     # Late: they import all that measures images, which other commands do not need.
     from ..evaluation.tuning.measurement import Measurement
     from ..evaluation.tuning.outcome import describe, frame_of, table_of, write_plot, write_settings
@@ -66,7 +68,7 @@ def _tune(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     stages = make_stages(options.rounds, options.count)
     report = partial(print, file=sys.stderr, flush=True)
     measured = measurement.time, measurement.compare, report
-    chosen, candidates = search(configs, goal, stages, *measured, refines=not (options.merging or options.config))
+    chosen, candidates = search(configs, goal, stages, *measured, refines=not read_methods(options))
     for candidate in candidates:
         if candidate.failure:
             print(f"not measured: {candidate.config.describe()}: {candidate.failure}")
@@ -102,6 +104,7 @@ def _checked(options: argparse.Namespace) -> tuple[Case, Evaluation, list[ToMeCo
     if options.backend in PROGRAMS:
         choose_runtime(**PROGRAMS[options.backend])  # raises if it is not installed
     Timing(options.rounds, threads=options.threads)
+    options.model = options.model or bundled_model("emoji_sd")
     require_model_folder(options.model)
     images = image_settings(options, str(options.model))
     # "./" distinguishes a folder from the architecture of the same name.

@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from ..comparison.environment import model_files, sources, versions
 from ..config import ToMeConfig
 from ..files import write_file
 from ..inference import ProgramFile
-from .environment import model_files, sources, versions
 
 
 @dataclass(frozen=True)

@@ -109,8 +109,8 @@ class SoftmaxKernel(UNetKernel):
         added: paddle.Tensor | None,
     ) -> paddle.Tensor:
         if added is not None:
-            query = widen(query, 1 / scale, self.channels)
-            key = widen(key, added.cast(key.dtype).unsqueeze([2, 3]), self.channels)
+            query = _split_again(widen(query, 1 / scale, self.channels))
+            key = _split_again(widen(key, added.cast(key.dtype).unsqueeze([2, 3]), self.channels))
         return softmax_attention(layer, query, key, value, None if added is None else scale)
 
 
@@ -151,6 +151,12 @@ def softmax_attention(
     return paddle.matmul(weights, value).transpose([0, 2, 1, 3])
 
 
+def _split_again(heads: paddle.Tensor) -> paddle.Tensor:
+    """The same heads, split from [B, N, heads·d], by which `onnx_programs.fuse_attention` finds an attention."""
+    count, width = heads.shape[2:]
+    return heads.reshape([0, 0, count * width]).reshape([0, 0, count, width])
+
+
 def widen(heads: paddle.Tensor, first: Any, channels: int) -> paddle.Tensor:
     """Heads [B, N, heads, d] with more channels: the first is a number or [B, N, 1, 1], the others are 0."""
     zeros = [paddle.zeros_like(heads[..., :1])] * (channels - 1)
@@ -181,6 +187,13 @@ def kernel_of(layer: nn.Layer, family: Family) -> Kernel | None:
     # A subclass with a `__call__` of its own may compute in another way.
     computing = next(cls for cls in type(processor).__mro__ if "__call__" in vars(cls))
     return KERNELS.get(computing)
+
+
+def use_ordinary_attention(model: nn.Layer) -> None:
+    """Replace ppdiffusers' default attention on a machine with a GPU, whose kernel a CPU lacks, by that on a CPU."""
+    for layer in model.sublayers():
+        if type(getattr(layer, "processor", None)) is XFormersAttnProcessor:
+            layer.set_processor(AttnProcessor())
 
 
 def _load_lora(layer: nn.Layer) -> Any:

@@ -7,7 +7,9 @@ from typing import Any
 
 import paddle
 from paddle import nn
+from paddle.jit.dy2static.program_translator import ASTStaticFunction
 from ppdiffusers import DiffusionPipeline
+from ppdiffusers.utils import use_old_recompute as use_old_recompute
 
 from ..errors import ToMeConfigError
 from ..grid import Grid
@@ -252,8 +254,37 @@ def text_tokens(target: Any) -> int:
         for block in find_blocks(denoiser):
             if block.family.text_tokens is not None:
                 return block.family.text_tokens
-    length = getattr(getattr(target, "tokenizer", None), "model_max_length", 77)
+    tokenizer = getattr(target, "tokenizer", None) or getattr(target, "tokenizer_2", None)  # SDXL's refiner has one
+    length = getattr(tokenizer, "model_max_length", 77)
     return length if 0 < length < 10_000 else 77  # tokenizers without a maximum report 1e30
+
+
+def check_not_compiled(name: str, denoiser: nn.Layer) -> None:
+    """Raise ToMeConfigError if a denoiser runs a program, in which merging cannot change.
+
+    Args:
+        name: of the denoiser in its pipeline.
+        denoiser: the model.
+    """
+    paths = [f"{block.path}." for block in find_blocks(denoiser)]
+    for path, layer in denoiser.named_sublayers(include_self=True):
+        by = _compiled_by(layer)
+        if by is not None and any(block.startswith(path and f"{path}.") for block in paths):
+            where = f"{name}.{path}" if path else name
+            raise ToMeConfigError(
+                f"{where} runs a program that {by} has made, in which merging cannot change: undo that by "
+                f"`del {where}.forward`, or load the model again. Then merge first, and make the program afterwards."
+            )
+
+
+def _compiled_by(layer: nn.Layer) -> str | None:
+    """What has replaced the `forward` of a layer by a program; None if nothing has."""
+    forward = layer.__dict__.get("forward")
+    if getattr(forward, "__name__", None) == "innermost_decorator":  # as Paddle's `is_inference_mode`
+        return "paddle.incubate.jit.inference()"
+    if isinstance(forward, ASTStaticFunction) and len(forward.program_cache):
+        return "paddle.jit.to_static()"
+    return None
 
 
 def remove_builtin(model: nn.Layer) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from ppdiffusers import StableDiffusionXLImg2ImgPipeline as FromImageXL
 from ppdiffusers import StableDiffusionXLPipeline as FromTextXL
 from ppdiffusers.image_processor import VaeImageProcessor
 
-from ..errors import ToMeConfigError
-from ..inference import load_pipeline, read_manifest
+from ..errors import ExportChangedError, ToMeConfigError
+from ..inference import Manifest, load_pipeline, read_manifest
 from ..inference.manifest import Size
 from .jobs import AbandonedError, GeneratedImage, GenerationError, Job, JobError
 
@@ -34,6 +33,7 @@ DETERMINISTIC = {
     "PNDMScheduler": "PLMS",
     "UniPCMultistepScheduler": "UniPC",
 }
+TRIAL_STEPS = 10  # more than the order of any scheduler, from which on its steps do all that they can
 
 
 class FiniteImageProcessor(VaeImageProcessor):
@@ -187,16 +187,25 @@ class Engine:
         settings = {**_settings([job], after_step), "image": job.image, "strength": job.strength}
         return list(self._image_to_image(**settings).images)
 
-    def _check_steps(self, field: str, steps: int, strength: float | None) -> None:
-        """Raise JobError unless the scheduler supports the number of steps, within the timesteps of training."""
+    @property
+    def fewest_steps(self) -> int:
+        """The smallest number of steps, from 2, that the scheduler has: PNDM with Runge-Kutta steps needs 4."""
+        return next((steps for steps in range(2, TRIAL_STEPS) if self._has_steps(steps)), 2)
+
+    def _has_steps(self, steps: int, strength: float | None = None) -> bool:
+        """Whether the scheduler supports the number of steps, within the timesteps of training."""
         scheduler = self._text_to_image.scheduler
         skipped = 0 if strength is None else steps - int(steps * strength)
         try:
             scheduler.set_timesteps(steps)
             first = float(scheduler.timesteps[skipped * scheduler.order :].max())
         except (ValueError, IndexError):  # more steps than trained timesteps; some schedulers need two or four
-            first = inf
-        if first >= scheduler.config.num_train_timesteps:  # an index out of range in the scheduler's tables
+            return False
+        return first < scheduler.config.num_train_timesteps  # else an index out of range in the scheduler's tables
+
+    def _check_steps(self, field: str, steps: int, strength: float | None) -> None:
+        """Raise JobError unless the scheduler supports the number of steps."""
+        if not self._has_steps(steps, strength):
             message = f"the exported scheduler, {self.sampler}, has no schedule of {steps} steps"
             raise JobError(field, f"{message}: choose another number, such as 20")
 
@@ -233,30 +242,64 @@ class _LastInputs:
             self.sample = pipe.scheduler.scale_model_input(latents, self.timestep)
 
 
-def load_engine(folder: Path, programs: Sequence[tuple[Size, float]] = (), **settings: Any) -> Engine:
+def load_engine(
+    folder: Path,
+    programs: Sequence[tuple[Size, float]] = (),
+    expected: Manifest | None = None,
+    **settings: Any,
+) -> Engine:
     """Load an exported folder, with image-to-image if it was exported.
 
     Args:
         folder: the output of `export_pipeline`.
         programs: see `Engine`.
+        expected: the manifest that the jobs were made for; None: any.
         settings: of `inference.load_pipeline`, such as runtime, device, threads and verify.
 
     Raises:
-        ToMeError: the folder is not an export or is damaged (from `inference`), or has a ControlNet or an
-            inpainting model.
+        ExportChangedError: the folder is not the expected export.
+        ToMeError: the folder is not an export or is damaged (from `inference`), has a ControlNet, an inpainting
+            model or SDXL's refiner, or a scheduler whose steps fail in this version of Paddle.
     """
     manifest = read_manifest(folder)
     if manifest.controlnet:
         raise ToMeConfigError(f"{folder} has a ControlNet, which needs an image in every step: it cannot be served")
     is_xl = manifest.pipeline.startswith("StableDiffusionXL")
+    if is_xl and not manifest.programs_of("text_encoder"):
+        raise ToMeConfigError(f"{folder} is SDXL's refiner, which needs an image in every call: it cannot be served")
     pipe = load_pipeline(folder, FromTextXL if is_xl else FromText, **settings)
+    manifest = pipe.unet.manifest  # the folder may have been replaced
+    if expected is not None and manifest.files != expected.files:
+        raise ExportChangedError(f"{folder} has been replaced by another export since it was read: start again.")
     if pipe.unet.config.in_channels != pipe.vae.config.latent_channels:
         raise ToMeConfigError(f"{folder} is an inpainting model, which cannot be served")
+    if reason := scheduler_failure(pipe.scheduler):
+        raise ToMeConfigError(
+            f"{folder} has a scheduler, {type(pipe.scheduler).__name__}, that fails in Paddle {paddle.__version__} "
+            f"({reason}): use another version of Paddle, or export the model with another scheduler, such as "
+            "pipe.scheduler = DPMSolverMultistepScheduler.from_config(pipe.scheduler.config)"
+        )
     image_to_image = None
     if manifest.image_to_image:
         safety = {} if is_xl else {"requires_safety_checker": False}
         image_to_image = (FromImageXL if is_xl else FromImage)(**pipe.components, **safety)
     return Engine(pipe, image_to_image, manifest.name, manifest.methods, programs)
+
+
+def scheduler_failure(scheduler: Any) -> str | None:
+    """Why the steps of a scheduler fail in this version of Paddle, as UniPC's do in Paddle 3; None if they run."""
+    trial, sample = type(scheduler).from_config(scheduler.config), paddle.zeros([1, 4, 8, 8])
+    try:
+        trial.set_timesteps(TRIAL_STEPS)
+    except (ValueError, IndexError):  # it has no schedule of so many steps, which is no failure
+        return None
+    try:
+        for timestep in trial.timesteps:
+            sample = trial.step(trial.scale_model_input(sample, timestep), timestep, sample).prev_sample
+    except Exception as error:  # anything from Paddle
+        first_line = str(error).strip().partition("\n")[0]
+        return f"{type(error).__name__}: {first_line:.200}"
+    return None
 
 
 def _settings(jobs: Sequence[Job], after_step: Callable[..., Any]) -> dict[str, Any]:

@@ -245,10 +245,13 @@ class Limits:
         return replace(job, ratio=ratio)
 
     def check_range(self, name: str, value: float) -> None:
-        """Raise JobError unless a value is within its range, one of `ranges`."""
+        """Raise JobError unless a value is within its range, one of `ranges`.
+
+        The message does not name the field, which has other names for clients and on the command line.
+        """
         low, high = self.ranges[name]
         if not low <= value <= high:
-            raise JobError(name, f"{name}={value!s:.60} is not allowed: it must be {low} to {high}")
+            raise JobError(name, f"{value!s:.60} is not allowed: it must be {low} to {high}")
 
     def check_text(self, name: str, text: str) -> None:
         """Raise JobError unless a prompt can be encoded and is short enough."""

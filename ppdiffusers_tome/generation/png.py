@@ -2,7 +2,9 @@
 
 import base64
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from io import BytesIO
 from typing import Any, Protocol
 
@@ -14,6 +16,8 @@ from ..inference.manifest import Size
 from .jobs import Job, JobError, Limits
 
 ACCEPTED = ("PNG", "JPEG", "WEBP")
+# A name and its value in a line of them, which is matched and not searched: that would take minutes for a megabyte.
+FACT = re.compile(r'[ ]*(\w[^:,"]*):[ ]*("(?:[^"\\]|\\.)*"|[^,]*)(?:,|$)')
 MAX_SCANS = 100  # of a JPEG; usual ones have about ten. Files of a few KB with thousands take minutes to decode
 
 
@@ -45,6 +49,24 @@ def describe(job: Job, source: Source) -> str:
     facts["Version"] = f"ppdiffusers_tome {__version__}"
     negative = f"\nNegative prompt: {job.negative_prompt}" if job.negative_prompt else ""
     return f"{job.prompt}{negative}\n{', '.join(f'{name}: {_quoted(str(value))}' for name, value in facts.items())}"
+
+
+def parse_infotext(text: str) -> dict[str, str]:
+    """The facts in a text by `describe` or stable-diffusion-webui; a size as two, such as `Size-1` and `Size-2`."""
+    *prompt, last = text.strip().split("\n")
+    facts: dict[str, str] = {}
+    end = 0
+    while end < len(last):
+        pair = FACT.match(last, end)
+        end = pair.end() if pair else (last.find(",", end) + 1 or len(last))
+        if pair:
+            name, value = pair.groups()
+            size = re.fullmatch(r"(\d+)x(\d+)", value)
+            facts |= {f"{name}-1": size[1], f"{name}-2": size[2]} if size else {name: _unquoted(value)}
+    if len(facts) < 3:  # the last line is one of the prompt
+        prompt, facts = [*prompt, last], {}
+    first, _, negative = "\n".join(["", *prompt]).partition("\nNegative prompt:")
+    return {"Prompt": first.strip(), "Negative prompt": negative.strip(), **facts}
 
 
 def describe_merging(job: Job, source: Source) -> dict[str, Any]:
@@ -88,11 +110,31 @@ def load_image(source: str | bytes, size: tuple[int, int], limits: Limits) -> Im
     Raises:
         JobError: the image is malformed, of another format or too large; the field is `image`.
     """
+    with _opened(source, limits) as image:
+        return upright_rgb(image).resize(size, Image.Resampling.LANCZOS)
+
+
+def read_texts(source: str | bytes, limits: Limits) -> dict[str, str]:
+    """The texts in a client's image by name, such as those of `encode_png`.
+
+    Args:
+        source, limits: see `load_image`.
+
+    Raises:
+        JobError: see `load_image`.
+    """
+    with _opened(source, limits) as image:
+        return {name: text for name, text in image.info.items() if isinstance(name, str) and isinstance(text, str)}
+
+
+@contextmanager
+def _opened(source: str | bytes, limits: Limits) -> Iterator[Image.Image]:
+    """A client's image, which is decoded in this context, if it is at all."""
     data = source if isinstance(source, bytes) else _from_base64(source)
     try:
         image = Image.open(BytesIO(data), formats=ACCEPTED)
         _check_header(image, data, limits)
-        return upright_rgb(image).resize(size, Image.Resampling.LANCZOS)
+        yield image
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise JobError("image", f"it is too large: {limits.image_pixels} pixels are allowed") from None
     except UnidentifiedImageError:
@@ -131,6 +173,14 @@ def upright_rgb(image: Image.Image) -> Image.Image:
     white = Image.new("RGBA", image.size, "white")
     white.alpha_composite(image.convert("RGBA"))
     return white.convert("RGB")
+
+
+def _unquoted(value: str) -> str:
+    """The inverse of `_quoted`."""
+    try:
+        return json.loads(value) if value.startswith('"') else value
+    except ValueError:
+        return value
 
 
 def _quoted(value: str) -> str:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,10 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from ..errors import ToMeConfigError
 from ..inference.manifest import STRICT, Size, first_error, parse_size
 from .jobs import Job, JobError, Limits, seed_after
+
+MAX_DIGITS = 4000  # of an integer; int() reads at most 4,300
+PROMPTS = "prompts.txt"  # in a model's folder: what it can show
+GENERAL_PROMPTS = Path(__file__).with_name("general_prompts.txt")
 
 
 class PromptFileError(ToMeConfigError):
@@ -74,13 +79,50 @@ def read_prompts(path: Path, defaults: Job, limits: Limits) -> list[Prompt]:
         try:
             text = line.decode("utf-8").strip()
             if text:
-                fields = {"prompt": text} if path.suffix == ".txt" else json.loads(text, object_pairs_hook=_unique)
+                fields = {"prompt": text} if path.suffix == ".txt" else _read_json(text)
                 prompts.append(_make_prompt(len(prompts), Line.model_validate(fields), defaults, limits))
         except (ValueError, RecursionError) as error:
             raise PromptFileError(f"{path}, line {number}: {_describe(error)}") from error
     if not prompts:
         raise PromptFileError(f"{path} has no prompt")
     return prompts
+
+
+def _read_json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_unique, parse_int=_integer)
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
+
+
+def read_texts(path: Path) -> list[str]:
+    """The prompts in a file alone, of any length.
+
+    Raises:
+        PromptFileError: as `read_prompts`.
+    """
+    any_length = Limits((Size(1, 1),), (0.0,), prompt_characters=100_000)
+    return [prompt.job.prompt for prompt in read_prompts(path, Job("", 1, 1, 0.0, seed=0), any_length)]
+
+
+def model_prompts(model: str, option: str) -> list[str]:
+    """The prompts in a model's folder, or GENERAL_PROMPTS if it has none, which a line on stderr reports.
+
+    Args:
+        model: folder or hub name.
+        option: what names other prompts on the command line.
+
+    Raises:
+        PromptFileError: as `read_prompts`.
+    """
+    own = Path(model) / PROMPTS
+    if own.is_file():
+        return read_texts(own)
+    print(f"{own} does not exist: general prompts are used; {option} names others", file=sys.stderr)
+    return read_texts(GENERAL_PROMPTS)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -102,4 +144,10 @@ def _describe(error: Exception) -> str:
         return f"{'tome_ratio' if error.field == 'ratio' else error.field}: {error}"
     if isinstance(error, ValidationError):
         return first_error(error, [field.alias or name for name, field in Line.model_fields.items()])
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}"
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is not JSON: {error.msg} at column {error.colno}"
+    if isinstance(error, RecursionError):
+        return "it is not JSON that can be read: its brackets are nested too deeply"
     return str(error)

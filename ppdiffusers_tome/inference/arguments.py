@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,17 @@ from ppdiffusers import ControlNetModel, DiffusionPipeline
 
 from ..attach.attach import config_of
 from ..config import ToMeConfig, controlnet_config
-from ..errors import ToMeConfigError, ToMeExportError
+from ..errors import ParameterError, ToMeConfigError, ToMeExportError
 from ..families.grids import latent_grid
 from ..families.models import vae_factor
 from .conversion import check_converter
 from .diffusers_layout import DiffusersLayout, check_single, is_layout
-from .manifest import FORMATS, MANIFEST, READERS, Configs, Size, ratio_name
+from .manifest import FORMATS, MANIFEST, READERS, TEXT_ENCODERS, Configs, Size, ratio_name
 from .models import ExportedUNet
 from .replacement import check_replaceable, restore
 
 EXPORT_FORMATS = {"paddle": FORMATS[:1], "onnx": FORMATS[1:], "both": FORMATS}  # argument → formats of the programs
+NEEDED = ("unet", "vae", "scheduler", *TEXT_ENCODERS, "tokenizer", "tokenizer_2", "controlnet")  # components
 STEP = 8  # px: ppdiffusers' pipelines reject a height or width that is not a multiple of it, whatever the VAE
 
 
@@ -42,9 +44,28 @@ def make_configs(ratios: Iterable[float] | float | None, settings: Mapping[str, 
         if settings:
             raise ToMeConfigError(f"{', '.join(settings)} cannot be set without ratios: pass ratios as well.")
         return None
-    if isinstance(ratios, (int, float)):
-        ratios = [ratios]
-    return [ToMeConfig(ratio=ratio, **settings) for ratio in ratios]
+    values: Any = ratios
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        values = [values]
+    return [ToMeConfig(ratio=ratio, **settings) for ratio in values]
+
+
+def list_sizes(sizes: Iterable[tuple[int, int]] | int | None) -> list[tuple[int, int]] | None:
+    """The sizes as (height, width); a number is a square, None the UNet's default.
+
+    Raises:
+        ToMeConfigError: they are something else.
+    """
+    if sizes is None:
+        return None
+    if isinstance(sizes, Integral):
+        return [(int(sizes), int(sizes))]
+    pairs: list[Any] = [*sizes] if isinstance(sizes, Iterable) else [sizes]
+    if not all(isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2 for pair in pairs):
+        rule = "it must be a list of (height, width), such as [(512, 768)], or one number for a square."
+        raise ParameterError("sizes", sizes, rule)
+    are_numbers = all(isinstance(side, Integral) for pair in pairs for side in pair)  # such as NumPy's
+    return [(int(height), int(width)) for height, width in pairs] if are_numbers else pairs
 
 
 def check_arguments(
@@ -104,12 +125,12 @@ def is_xl(pipe: DiffusionPipeline) -> bool:
 
 def _check_output(folder: Path, overwrite: bool, format: str) -> None:
     if format not in EXPORT_FORMATS:
-        raise ToMeConfigError(f"format={format!r} is not allowed: it must be one of {[*EXPORT_FORMATS]}.")
+        raise ParameterError("format", format, f"it must be one of {[*EXPORT_FORMATS]}.")
     if "onnx" in EXPORT_FORMATS[format]:
         check_converter()
     restore(folder)
     try:
-        check_replaceable(folder)
+        check_replaceable(folder, overwrite)
     except OSError as error:
         raise ToMeExportError(f"{folder} cannot be written ({error.strerror or error}): pass another.") from error
     if folder.exists() and not folder.is_dir():
@@ -122,6 +143,12 @@ def _check_output(folder: Path, overwrite: bool, format: str) -> None:
 
 def _check_configs(configs: dict[float, Configs]) -> None:
     """Raise unless the merging of these configs can be part of programs."""
+    for unet, controlnet in configs.values():
+        if not (unet and unet.ratio) and controlnet is not None and controlnet.ratio:
+            raise ToMeConfigError(
+                f"only the ControlNet merges, at ratio {ratio_name(controlnet.ratio)}, but a program is known by the "
+                "UNet's ratio, and 0 is plain: merge in the UNet too, or call remove_tome() of the ControlNet."
+            )
     ratios: dict[str, float] = {}
     for ratio in configs:
         if (other := ratios.setdefault(ratio_name(ratio), ratio)) != ratio:
@@ -138,15 +165,22 @@ def _check_configs(configs: dict[float, Configs]) -> None:
 def check_merge_map(pipe: DiffusionPipeline, configs: dict[float, Configs]) -> None:
     """Raise ToMeConfigError unless there are merge maps for a pipeline and these configs."""
     if is_xl(pipe) or controlnet_of(pipe) is not None:
-        raise ToMeConfigError(
-            f"merge_map=True is not allowed for {type(pipe).__name__}: only Stable Diffusion without a ControlNet has "
-            "such a program. Leave it out."
+        raise ParameterError(
+            "merge_map",
+            True,
+            f"{type(pipe).__name__} has no such program, only Stable Diffusion without a ControlNet. Leave it out.",
         )
     if not any(configs):
-        raise ToMeConfigError("merge_map=True is not allowed without a ratio above 0: nothing merges. Leave it out.")
+        raise ParameterError("merge_map", True, "without a ratio above 0 nothing merges. Leave it out.")
 
 
 def _check_components(pipe: DiffusionPipeline) -> None:
+    optional = ("text_encoder", "tokenizer") if is_xl(pipe) else ()  # SDXL's refiner has only the second ones
+    for name in NEEDED:
+        if name in pipe.config and name not in optional and vars(pipe).get(name) is None:
+            raise ToMeExportError(
+                f"the pipeline's {name} is None, so it cannot be exported: load the pipeline with a {name}."
+            )
     if vars(pipe).get("safety_checker") is not None:
         raise ToMeExportError(
             "the pipeline's safety checker cannot be exported: to export without it, load the pipeline with "
@@ -188,6 +222,9 @@ def _requested_configs(configs: Sequence[ToMeConfig], controlnet: Any) -> dict[f
     for config in configs:
         pair = config, controlnet_config(config, controlnet)
         by_ratio[config.ratio + 0.0] = pair if config.ratio else (None, None)  # plus 0.0, because -0.0 is 0
+    if not any(by_ratio) and not isinstance(controlnet, bool) and controlnet:
+        rule = "the UNet does not merge at any of the ratios, and ratio 0 is plain in the ControlNet too."
+        raise ParameterError("controlnet", controlnet, rule)
     return by_ratio
 
 
@@ -197,7 +234,9 @@ def sizes_of(pipe: DiffusionPipeline, sizes: Collection[tuple[int, int]] | None)
     if sizes is None:
         latent = latent_grid(pipe.unet)
         if latent is None:
-            raise ToMeConfigError("sizes is required: the UNet's config has no sample_size to use as the default.")
+            raise ToMeConfigError(
+                "sizes (--size) is required: the UNet's config has no sample_size to use as the default."
+            )
         sizes = [(latent.h * factor, latent.w * factor)]
     if not sizes:
         raise ToMeConfigError("sizes is empty: pass at least one, as (height, width) in pixels.")
@@ -210,12 +249,10 @@ def _check_size(size: tuple[int, int], step: int) -> None:
     """Raise unless both sides are multiples of a number of pixels."""
     size = Size(*size)
     if any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in size):
-        raise ToMeConfigError(f"size={size} is not allowed: width and height must be multiples of {step} px.")
+        raise ParameterError("size", str(size), f"width and height must be multiples of {step} px.")
     if any(side % step for side in size):
         smaller, larger = (
             Size(*(max(round_(side / step), 1) * step for side in size)) for round_ in (math.floor, math.ceil)
         )
-        raise ToMeConfigError(
-            f"size={size} is not allowed: width and height must be multiples of {step} px. The nearest sizes are "
-            f"{smaller} and {larger}."
-        )
+        rule = f"width and height must be multiples of {step} px. The nearest sizes are {smaller} and {larger}."
+        raise ParameterError("size", str(size), rule)

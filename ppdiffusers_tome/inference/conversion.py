@@ -43,7 +43,7 @@ def check_converter() -> None:
     missing = [name for name in ("paddle2onnx", "onnx", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
         raise ToMeExportError(
-            f'an export as ONNX needs {", ".join(missing)}: {install_command("onnx")}, or export with format="paddle".'
+            f'an export as ONNX needs {", ".join(missing)}: {install_command("onnx")}, or choose the format "paddle".'
         )
 
 

@@ -18,10 +18,10 @@ from ppdiffusers import DiffusionPipeline
 
 from .._version import __version__
 from ..config import ToMeConfig
-from ..errors import ToMeConfigError, ToMeExportError
+from ..errors import ParameterError, ToMeExportError
 from ..families.models import vae_factor
 from ..wording import method_in_words
-from .manifest import Configs, ProgramFile, Size, ratio_name
+from .manifest import TEXT_ENCODERS, Configs, ProgramFile, Size, ratio_name
 from .onnx_weights import external_places, set_places
 from .runtime import load_module
 
@@ -149,17 +149,13 @@ class DiffusersLayout:
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
-            raise ToMeConfigError(
-                f"format={self.format!r} is not allowed with layout='diffusers': it must be one of {[*FORMATS]}."
-            )
+            raise ParameterError("format", self.format, f"the layout 'diffusers' has one of {[*FORMATS]}.")
         if self.runtime not in RUNTIMES:
-            raise ToMeConfigError(f"runtime={self.runtime!r} is not allowed: it must be one of {[*RUNTIMES]}.")
+            raise ParameterError("runtime", self.runtime, f"it must be one of {[*RUNTIMES]}.")
         if self.format == "openvino":
             if self.runtime != "openvino":
-                raise ToMeConfigError(
-                    "format='openvino' with runtime='onnxruntime' (--for onnxruntime) is not allowed: ONNX Runtime "
-                    "does not read OpenVINO's files. Leave out one of the two."
-                )
+                rule = "ONNX Runtime does not read files of the format 'openvino'. Leave out one of the two."
+                raise ParameterError("runtime", self.runtime, rule)
             load_module("openvino")
 
 
@@ -175,36 +171,31 @@ def choose_layout(layout: str, format: str | None, runtime: str | None) -> Diffu
         ToMeConfigError, ToMeExportError: as `DiffusersLayout`, or a value belongs to the other layout.
     """
     if layout not in LAYOUTS:
-        raise ToMeConfigError(f"layout={layout!r} is not allowed: it must be one of {[*LAYOUTS]}.")
+        raise ParameterError("layout", layout, f"it must be one of {[*LAYOUTS]}.")
     if layout == "diffusers":
         return DiffusersLayout(format or FORMATS[0], runtime or RUNTIMES[0])  # type: ignore[arg-type]  # checked there
     if runtime is not None:
-        raise ToMeConfigError(
-            f"runtime={runtime!r} (--for) is not allowed without layout='diffusers': exports in ppdiffusers' layout "
-            "get the form that a runtime needs when they are loaded. Leave it out."
+        raise ParameterError(
+            "runtime",
+            runtime,
+            "it is for the layout 'diffusers'. Exports in ppdiffusers' layout get the form that a runtime needs when "
+            "they are loaded. Leave it out.",
         )
     if format == "openvino":
-        raise ToMeConfigError(
-            "format='openvino' is not allowed without layout='diffusers': load_pipeline runs format='onnx' in "
-            "OpenVINO."
-        )
+        rule = "it is for the layout 'diffusers'. In ppdiffusers' layout OpenVINO runs the format 'onnx'."
+        raise ParameterError("format", format, rule)
     return None
 
 
 def check_single(configs: Sequence[ToMeConfig] | None, sizes: Iterable[tuple[int, int]] | None) -> None:
     """Raise ToMeConfigError if there are several sizes or ratios; the folder has one of each."""
-    ratios = list(dict.fromkeys(ratio_name(config.ratio) for config in configs or ()))
-    if len(ratios) > 1:
-        raise ToMeConfigError(
-            f"ratios {', '.join(ratios)} are not allowed with layout='diffusers', whose folder has one UNet: export "
-            "each ratio to a folder of its own."
-        )
-    different = list(dict.fromkeys(str(Size(*size)) for size in sizes or ()))
-    if len(different) > 1:
-        raise ToMeConfigError(
-            f"sizes {', '.join(different)} are not allowed with layout='diffusers', whose folder has one UNet: export "
-            "each size to a folder of its own."
-        )
+    ratios = tuple(dict.fromkeys(ratio_name(config.ratio) for config in configs or ()))
+    different = tuple(dict.fromkeys(str(Size(*size)) for size in sizes or ()))
+    for name, values in (("ratios", ratios), ("sizes", different)):
+        if len(values) > 1:
+            raise ParameterError(
+                name, values, "the layout 'diffusers' has one UNet. Export each of them to a folder of its own."
+            )
 
 
 def check_loadable(pipe: DiffusionPipeline, merge_map: bool) -> None:
@@ -215,20 +206,18 @@ def check_loadable(pipe: DiffusionPipeline, merge_map: bool) -> None:
         ToMeExportError: they do not know the pipeline, a text encoder or the scheduler.
     """
     if merge_map:
-        raise ToMeConfigError(
-            "merge_map=True is not allowed with layout='diffusers': no loader reads it. Leave it out."
-        )
+        raise ParameterError("merge_map", True, "no loader of the layout 'diffusers' reads it. Leave it out.")
     class_name = type(pipe).__name__
     if class_name not in CLASSES:
         raise ToMeExportError(
-            f"{class_name} cannot be exported with layout='diffusers': Optimum and OpenVINO GenAI load "
+            f"{class_name} cannot be exported in the layout 'diffusers': Optimum and OpenVINO GenAI load "
             f"{', '.join(CLASSES)}. Leave out the layout, and load the export with load_pipeline."
         )
-    for name in _text_encoders(pipe):
+    for name in text_encoders(pipe):
         if type(getattr(pipe, name)).__name__ not in TEXT_OUTPUTS:
             raise ToMeExportError(
-                f"{name} is a {type(getattr(pipe, name)).__name__}, which the loaders of layout='diffusers' do not "
-                f"know: they know {' and '.join(TEXT_OUTPUTS)}. Leave out the layout."
+                f"{name} is a {type(getattr(pipe, name)).__name__}, which the loaders of the layout 'diffusers' do "
+                f"not know: they know {' and '.join(TEXT_OUTPUTS)}. Leave out the layout."
             )
     scheduler = type(pipe.scheduler).__name__
     if scheduler.startswith("Preconfig"):
@@ -294,13 +283,14 @@ def write_layout(
     (folder / "README.md").write_text(_readme(layout, pipe, about, "vae_encoder" in files), encoding="utf-8")
 
 
-def _text_encoders(pipe: DiffusionPipeline) -> list[str]:
-    return [name for name in ("text_encoder", "text_encoder_2") if vars(pipe).get(name) is not None]
+def text_encoders(pipe: DiffusionPipeline) -> list[str]:
+    """The names of a pipeline's text encoders: one in Stable Diffusion, two in SDXL, the second in SDXL's refiner."""
+    return [name for name in TEXT_ENCODERS if vars(pipe).get(name) is not None]
 
 
 def _outputs(model: str, pipe: DiffusionPipeline) -> tuple[str, ...]:
     """The names of a model's outputs; if the program has more, they are the states of the text encoder's layers."""
-    if model in _text_encoders(pipe):
+    if model in text_encoders(pipe):
         layers = range(getattr(pipe, model).config.num_hidden_layers + 1)
         states = [f"hidden_states.{layer}" for layer in layers] if "text_encoder_2" in pipe.config else []
         return (*TEXT_OUTPUTS[type(getattr(pipe, model)).__name__], *states)
@@ -455,7 +445,7 @@ def _config(model: str, pipe: DiffusionPipeline, size: Size, has_encoder: bool) 
             side, because diffusers' pipelines for image-to-image and inpainting compare it with one; those for SDXL
             multiply it (0.39.0).
     """
-    if model in _text_encoders(pipe):
+    if model in text_encoders(pipe):
         encoder = getattr(pipe, model)
         config = {name: getattr(encoder.config, name) for name in TEXT_CONFIG if hasattr(encoder.config, name)}
         return config | {"architectures": [type(encoder).__name__], "model_type": "clip_text_model"}
@@ -487,11 +477,12 @@ def _model_index(pipe: DiffusionPipeline) -> dict[str, Any]:
         "unet": ["diffusers", "UNet2DConditionModel"],
         "vae": ["diffusers", "AutoencoderKL"],
     }
-    for name in _text_encoders(pipe):
+    for name in text_encoders(pipe):
         index[name] = ["transformers", type(getattr(pipe, name)).__name__]
     for name in ("tokenizer", "tokenizer_2"):
         if vars(pipe).get(name) is not None:
             index[name] = ["transformers", "CLIPTokenizer"]
+    index = {"text_encoder": [None, None], "tokenizer": [None, None]} | index  # as in SDXL's refiner
     if "text_encoder_2" in pipe.config:
         return index | {name: pipe.config[name] for name in PASSED if name in pipe.config}
     none = {"feature_extractor": [None, None], "image_encoder": [None, None], "safety_checker": [None, None]}
@@ -513,11 +504,8 @@ def _readme(layout: DiffusersLayout, pipe: DiffusionPipeline, about: Mapping[str
     else:
         arguments = f"{arguments}, {sides}"
     if layout.format == "openvino":
-        kind, form, snippets = (
-            "OpenVINO",
-            "Attention is computed step by step; OpenVINO fuses it.",
-            [OPTIMUM_INTEL, GENAI],
-        )
+        kind, form = "OpenVINO", "Attention is computed step by step; OpenVINO fuses it."
+        snippets = [OPTIMUM_INTEL, *([GENAI] if "text_encoder" in text_encoders(pipe) else [])]  # not SDXL's refiner
     elif layout.runtime == "onnxruntime":
         kind, snippets = "ONNX", [OPTIMUM, ONNX_RUNTIME]
         form = (

@@ -29,28 +29,27 @@ from .arguments import (
     controlnet_of,
     default_format,
     is_xl,
+    list_sizes,
     make_configs,
     merging_of,
     sizes_of,
 )
 from .conversion import Converter
-from .diffusers_layout import DiffusersLayout, check_loadable, choose_layout, write_layout
+from .diffusers_layout import DiffusersLayout, check_loadable, choose_layout, text_encoders, write_layout
+from .folder import ONNX_WEIGHTS, FileFacts, sha256
 from .loading import DEFAULTS
 from .manifest import (
     CONFIGS,
     CONTROLNET_CONFIG,
     COPIED,
-    ONNX_WEIGHTS,
     READERS,
     Configs,
-    FileFacts,
     Manifest,
     ProgramFile,
     Size,
     list_programs,
     ratio_name,
     read_manifest,
-    sha256,
 )
 from .onnx_weights import SharedWeights
 from .paddle_runtime import PaddleRuntime
@@ -65,7 +64,7 @@ def export_pipeline(
     pipe: DiffusionPipeline,
     folder: str | Path,
     ratios: Iterable[float] | float | None = None,
-    sizes: Iterable[tuple[int, int]] | None = None,
+    sizes: Iterable[tuple[int, int]] | int | None = None,
     *,
     image_to_image: bool = False,
     merge_map: bool = False,
@@ -93,7 +92,8 @@ def export_pipeline(
         folder: must be new or empty, unless overwrite.
         ratios: one or several ratios, 0 for a plain program; the first is the default. A UNet program is written for
             each; all share one file of weights. None: the config that is applied to the pipeline now.
-        sizes: (height, width) in pixels, a UNet program for each. None: the UNet's default size.
+        sizes: (height, width) in pixels, a UNet program for each; one number for a square. None: the UNet's default
+            size.
         image_to_image: also write the VAE's encoder, for image-to-image and inpainting.
         merge_map: also write a small program for each size and ratio that returns which tokens the UNet's first block
             merges; for Stable Diffusion without a ControlNet.
@@ -106,21 +106,21 @@ def export_pipeline(
         runtime: with layout="diffusers", which runtime the ONNX models suit: "openvino" (the default; ONNX Runtime
             runs them too) or "onnxruntime" (faster there; OpenVINO cannot load them).
         overwrite: replace an earlier export in folder, once the new one is complete.
-        for_gpu: merge by operations that are fast on a GPU and slow on a CPU; see docs/gpu.md.
+        for_gpu: merge by operations that are fast on a GPU and slow on a CPU.
         progress: show a progress bar.
         settings: as in `apply_tome`: method, max_downsample, sx, sy, use_rand, seed, window, proportional,
             merge_attn, merge_crossattn, merge_mlp, min_tokens.
 
     Returns:
         The manifest that was written to `tome.json`. With layout="diffusers" it describes the programs that the folder
-        was made from.
+        was made from, and lists no files.
 
     Raises:
         ToMeConfigError: an argument is not allowed.
         NoMergeableLayerError: there is nothing to merge with these settings.
         ToMeExportError: this pipeline or this Paddle cannot be exported, or a program differs from the model by more
             than 1e-5 of its largest output.
-        OSError: the files cannot be written.
+        OSError: the files cannot be written, or another process has written the folder in the meantime.
 
     Example:
         >>> export_pipeline(pipe, "build/emoji", ratios=(0.5, 0), sizes=[(128, 128), (192, 128)])
@@ -130,7 +130,7 @@ def export_pipeline(
         pipe,
         Path(folder),
         make_configs(ratios, settings),
-        None if sizes is None else tuple(sizes),
+        list_sizes(sizes),
         image_to_image=image_to_image,
         merge_map=merge_map,
         controlnet=controlnet,
@@ -176,9 +176,8 @@ def write_export(
         check_merge_map(pipe, merging)
     sizes = sizes_of(pipe, sizes)
     image_to_image = image_to_image or READERS[type(pipe).__name__][0] is None
-    planned = list_programs(sizes, merging, is_xl(pipe), image_to_image, merge_map)
-    operations = gpu_form(for_gpu)
-    with replacing(folder) as partial, Converter() as converter, operations:
+    planned = list_programs(sizes, merging, text_encoders(pipe), image_to_image, merge_map)
+    with replacing(folder, overwrite) as partial, Converter() as converter, gpu_form(for_gpu):
         export = partial if layout is None else partial / "export"
         states = layout is not None
         writer = _Writer(pipe, merging, sizes[0], export, EXPORT_FORMATS[format], converter, linked, states)
@@ -190,7 +189,7 @@ def write_export(
             sizes=sizes,
             image_to_image=image_to_image,
             programs=tuple(writer.written),
-            files=_list_files(export),
+            files=_list_files(export) if layout is None else {},
             merge_map=merge_map,
             for_gpu=for_gpu,
         )
@@ -317,7 +316,8 @@ def _traceable(
         return programs.text_encoder(getattr(pipe, model), is_xl(pipe), all_states)
     controlnet = controlnet_of(pipe)
     is_map = model == "merge_map"
-    traceable = programs.merge_map(pipe.unet) if is_map else programs.denoiser(pipe.unet, controlnet)
+    time_ids = 5 if pipe.config.get("requires_aesthetics_score") else 6  # of SDXL, which then has no target size
+    traceable = programs.merge_map(pipe.unet) if is_map else programs.denoiser(pipe.unet, controlnet, time_ids)
     config, controlnet_config = merging[planned.ratio]
     detach(traceable.layer)  # the wraps of the originals, which were copied too
     if config is not None:
@@ -346,7 +346,7 @@ def copy_parts(pipe: DiffusionPipeline, folder: Path, image_to_image: bool) -> N
         if component is not None:
             component.save_pretrained(str(folder / name))
     for name, subfolder in CONFIGS.items():
-        if name in pipe.config:
+        if vars(pipe).get(name) is not None:
             _write_json(folder / subfolder / "config.json", _config(getattr(pipe, name)))
     if controlnet_of(pipe) is not None:
         _write_json(folder / CONTROLNET_CONFIG / "config.json", _config(controlnet_of(pipe)))

@@ -1,14 +1,20 @@
 """Models that are not exported: check a model's folder, read its recommended settings, load it for an export."""
 
+import inspect
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import paddle
+import ppdiffusers
 from ppdiffusers import ControlNetModel, DiffusionPipeline, StableDiffusionControlNetPipeline
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ..errors import ToMeConfigError, ToMeExportError
+from ..families.grids import latent_grid
+from ..families.models import vae_factor
 from .manifest import MANIFEST, STRICT, first_error
 
 DEFAULTS = "defaults.json"  # in a model's folder, and copied to its export
@@ -38,6 +44,26 @@ def read_defaults(folder: Path) -> ModelDefaults:
         raise ToMeConfigError(f"{file}: {first_error(error)}") from None
 
 
+def model_defaults(model: str, pipe: DiffusionPipeline) -> ModelDefaults:
+    """A model's own size, steps and guidance scale: of `read_defaults`, then its denoiser's size and its pipeline's.
+
+    Those that are not known are None.
+
+    Args:
+        model: folder or hub name.
+        pipe: its pipeline.
+
+    Raises:
+        ToMeConfigError: as `read_defaults`.
+    """
+    parameters = inspect.signature(type(pipe).__call__).parameters
+    grid = latent_grid(vars(pipe).get("unet") or vars(pipe).get("transformer"))
+    values: dict[str, Any] = {"size": grid and max(grid) * vae_factor(pipe)}
+    for name, parameter in (("steps", "num_inference_steps"), ("guidance_scale", "guidance_scale")):
+        values[name] = parameters[parameter].default if parameter in parameters else None
+    return ModelDefaults(**values | {name: v for name, v in vars(read_defaults(Path(model))).items() if v is not None})
+
+
 def require_model_folder(model: str | Path, hub_names: bool = False) -> None:
     """Raise unless a model is the folder of a pipeline in ppdiffusers' format.
 
@@ -53,8 +79,7 @@ def require_model_folder(model: str | Path, hub_names: bool = False) -> None:
         # ppdiffusers would create a folder of that name.
         if not hub_names:
             raise ToMeConfigError(f"{model} is not a folder: pass the folder of a model in ppdiffusers' format.")
-        if not re.fullmatch(HUB_NAME, str(model)):
-            raise ToMeConfigError(f"{model} is neither a folder nor a hub name (owner/name).")
+        _check_hub_name(str(model))
     elif (folder / MANIFEST).is_file():
         raise ToMeConfigError(
             f"{model} is already an export (it has {MANIFEST}): pass the folder of the model that was exported."
@@ -63,6 +88,40 @@ def require_model_folder(model: str | Path, hub_names: bool = False) -> None:
         raise ToMeConfigError(
             f"{model} has no model_index.json, so it is not a model in ppdiffusers' format: pass the folder that "
             "save_pretrained of a pipeline wrote."
+        )
+
+
+def pipeline_class(model: str) -> type[DiffusionPipeline] | None:
+    """The class of the pipeline in a folder; None for a hub name, or if ppdiffusers has no class of that name."""
+    name = _read_index(model).get("_class_name")
+    return getattr(ppdiffusers, name, None) if isinstance(name, str) else None
+
+
+def _read_index(model: str) -> dict[str, Any]:
+    """What a folder's model_index.json contains; nothing for a hub name.
+
+    Raises:
+        ToMeExportError: it cannot be read.
+    """
+    file = Path(model) / "model_index.json"
+    if not file.is_file():
+        return {}
+    try:
+        index = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ToMeExportError(f"{model} cannot be loaded: model_index.json cannot be read: {error}") from error
+    return index if isinstance(index, dict) else {}
+
+
+def _check_hub_name(model: str) -> None:
+    """Raise ToMeConfigError unless a model that is not a folder may be one of a hub."""
+    if not re.fullmatch(HUB_NAME, model):
+        raise ToMeConfigError(f"{model} is neither a folder nor a hub name (owner/name).")
+    owner = Path(model).parent
+    if owner.is_dir():
+        raise ToMeConfigError(
+            f"{model} does not exist. It is not taken for a hub name (owner/name), because {owner} is a folder here: "
+            "for a model of a hub, run this in another folder."
         )
 
 
@@ -81,11 +140,13 @@ def load_for_export(
         ToMeConfigError: a folder does not exist and is not a valid hub name, or `require_model_folder` rejects it.
         ToMeExportError: ppdiffusers cannot load it.
     """
-    if controlnet is not None and not Path(controlnet).is_dir() and not re.fullmatch(HUB_NAME, controlnet):
-        raise ToMeConfigError(f"{controlnet} is neither a folder nor a hub name (owner/name).")
+    if controlnet is not None and not Path(controlnet).is_dir():
+        _check_hub_name(controlnet)
     require_model_folder(model, hub_names=True)
     arguments = {"paddle_dtype": getattr(paddle, dtype)}
-    dropped = {} if safety_checker else {"safety_checker": None, "requires_safety_checker": False}
+    # ppdiffusers asks for what the folder says is absent, such as the third text encoder of Stable Diffusion 3.
+    dropped: dict[str, Any] = {name: None for name, part in _read_index(model).items() if part == [None, None]}
+    dropped |= {} if safety_checker else {"safety_checker": None, "requires_safety_checker": False}
     try:
         if controlnet is None:
             return DiffusionPipeline.from_pretrained(model, **arguments, **dropped)

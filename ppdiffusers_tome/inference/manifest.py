@@ -1,32 +1,29 @@
 """`tome.json`: the contents of an exported folder, their versions, and how closely programs match the model."""
 
-import hashlib
 import json
-import os
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import InitVar, asdict, field
 from numbers import Real
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
-from typing_extensions import TypedDict
 
 from ..config import ToMeConfig, upgraded
-from ..errors import ToMeConfigError, ToMeExportError
+from ..errors import ParameterError, ToMeConfigError, ToMeExportError
 from ..wording import method_in_words
+from .folder import ONNX_WEIGHTS, ExportedFolder, FileFacts
 from .replacement import earlier_folder
 
 MANIFEST = "tome.json"
 # The folder of each model's config: ppdiffusers reads it from beside a program.
 CONFIGS = {"unet": "unet", "text_encoder": "text_encoder", "text_encoder_2": "text_encoder_2", "vae": "vae_decoder"}
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 CONTROLNET_CONFIG = "controlnet"
 COPIED = ("tokenizer", "tokenizer_2", "scheduler", "feature_extractor")  # components that are not models
 FORMATS = ("paddle", "onnx")
-ONNX_WEIGHTS = ".weights"  # suffix of the file beside `.onnx` files that has their weights
-WEIGHTS = (".pdiparams", ONNX_WEIGHTS)
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 # Pipelines that can be exported: ppdiffusers' class that reads the folder without and with a VAE encoder.
 READERS = {
@@ -64,14 +61,17 @@ def parse_size(text: str) -> Size:
     """
     sides = re.fullmatch("([1-9][0-9]{0,4})(?:x([1-9][0-9]{0,4}))?", str(text).lower())
     if sides is None:
-        raise ToMeConfigError(
-            f"size={text!r:.60} is not allowed: it must be WIDTHxHEIGHT, or one number for a square, in pixels, such "
-            "as 512x768 or 512."
-        )
+        rule = "it must be WIDTHxHEIGHT, or one number for a square, in pixels, such as 512x768 or 512."
+        raise ParameterError("size", text, rule)
     return Size(int(sides[2] or sides[1]), int(sides[1]))
 
 
-Config: TypeAlias = Annotated[ToMeConfig | None, BeforeValidator(upgraded)]
+def _config(settings: Any) -> Any:
+    """The config of an object in the file; anything else as it is. Its errors are those of `ToMeConfig`."""
+    return ToMeConfig(**upgraded(settings)) if isinstance(settings, dict) else settings
+
+
+Config: TypeAlias = Annotated[ToMeConfig | None, BeforeValidator(_config)]
 Configs: TypeAlias = tuple[Config, Config]  # of UNet and ControlNet; None: plain or none
 
 
@@ -113,17 +113,16 @@ class ProgramFile:
         return [path for path in (self.program, self.params, self.onnx) if path is not None]
 
     @property
+    def onnx_files(self) -> list[str]:
+        """Its `.onnx` file, and the file beside it that has the weights of the model."""
+        path = PurePosixPath(str(self.onnx))
+        return [str(path), str(path.with_name(f"{self.model}{ONNX_WEIGHTS}"))]
+
+    @property
     def formats(self) -> tuple[str, ...]:
         """Some of `FORMATS`: those that the program was exported in."""
         has = {"paddle": None not in (self.program, self.params), "onnx": self.onnx is not None}
         return tuple(name for name in FORMATS if has[name])
-
-
-class FileFacts(TypedDict):
-    """Size and hash of a file."""
-
-    bytes: Annotated[int, Field(ge=0)]
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
@@ -142,7 +141,7 @@ class Manifest:
     merging: dict[str, Configs]  # by ratio
     versions: dict[str, str]
     programs: tuple[ProgramFile, ...]
-    files: dict[InnerPath, FileFacts]
+    files: dict[InnerPath, FileFacts]  # of tome.json; empty where the programs became a folder of another layout
     merge_map: bool = False  # whether there is a program for each size and ratio that returns which tokens merge
     for_gpu: bool = False  # whether merging is by operations that suit a GPU
     schedule: InitVar[Any] = None  # 2.x wrote null, or the ratio schedule of the export
@@ -152,17 +151,19 @@ class Manifest:
             raise ValueError(f"it has the ratio schedule {schedule!r:.60}, and there are none since release 3.0")
         if (version := self.versions.get("ppdiffusers_tome", "")).startswith("0."):
             raise ValueError(f"it is of release {version}, and exports before 1.0 are not read any more")
-        is_xl = "XL" in self.pipeline
-        expected = list_programs(self.sizes, self.ratios, is_xl, self.image_to_image, self.merge_map).values()
+        encoders = [name for name in TEXT_ENCODERS if self.programs_of(name)]
+        last = "text_encoder_2" if "XL" in self.pipeline else "text_encoder"  # SDXL's refiner has no other
+        expected = list_programs(self.sizes, self.ratios, encoders, self.image_to_image, self.merge_map).values()
         paths = {path for file in self.programs for path in file.paths}
         is_consistent = {
             "pipeline": self.pipeline in READERS,
             "residuals": ("ControlNet" in self.pipeline) == self.controlnet,
             "vae_factor": not any(side % self.vae_factor for size in self.sizes for side in size),
             "merging": list(self.merging) == [ratio_name(ratio) for ratio in self.ratios],
-            "programs": [file.place for file in self.programs] == [file.place for file in expected],
+            "programs": [file.place for file in self.programs] == [file.place for file in expected]
+            and encoders[-1:] == [last],
             "formats": all(file.formats == self.formats for file in self.programs) and bool(self.formats),
-            "files": {*paths, "model_index.json"} <= set(self.files),
+            "files": not self.files or {*paths, "model_index.json"} <= set(self.files),
         }
         for name, consistent in is_consistent.items():
             if not consistent:
@@ -210,15 +211,21 @@ class Manifest:
 
 
 def list_programs(
-    sizes: Collection[Size], ratios: Collection[float], is_xl: bool, image_to_image: bool, merge_map: bool = False
+    sizes: Collection[Size],
+    ratios: Collection[float],
+    encoders: Iterable[str],
+    image_to_image: bool,
+    merge_map: bool = False,
 ) -> dict[str, ProgramFile]:
     """The programs of an export, in order, without their files; the keys are the folders to write them to.
 
     The folder of the first UNet is "unet", because ppdiffusers reads that one; only this package reads the others,
     whose folders have the names of the programs.
+
+    Args:
+        encoders: those of TEXT_ENCODERS that the pipeline has.
     """
-    models = ["text_encoder", *(["text_encoder_2"] if is_xl else [])]
-    models += ["vae_decoder", *(["vae_encoder"] if image_to_image else [])]
+    models = [*encoders, "vae_decoder", *(["vae_encoder"] if image_to_image else [])]
     unets = [ProgramFile("unet", size=size, ratio=ratio) for size in sizes for ratio in ratios]
     maps = [ProgramFile("merge_map", size=file.size, ratio=file.ratio) for file in unets if merge_map and file.ratio]
     first, *others = [*unets, *map(ProgramFile, models), *maps]
@@ -255,6 +262,11 @@ def read_manifest(folder: str | Path, verify: bool | None = None) -> Manifest:
     Raises:
         ToMeExportError: the folder was not exported by this package, is damaged, or comes from a newer version.
     """
+    return open_export(folder, verify)[1]
+
+
+def open_export(folder: str | Path, verify: bool | None) -> tuple[ExportedFolder, Manifest]:
+    """An exported folder with its manifest; arguments and errors are those of `read_manifest`."""
     folder = Path(folder)
     path = folder / MANIFEST
     if (earlier := earlier_folder(folder)) is not None:
@@ -263,33 +275,20 @@ def read_manifest(folder: str | Path, verify: bool | None = None) -> Manifest:
             f"is {earlier}: rename it to {folder}, or export again."
         )
     if not path.is_file():
+        reason = f"has no {MANIFEST}, so it is not an exported pipeline" if folder.is_dir() else "is not a folder"
         raise ToMeExportError(
-            f"{folder} has no {MANIFEST}, so it is not an exported pipeline: create one with "
-            "python -m ppdiffusers_tome export --model DIR --output DIR."
+            f"{folder} {reason}: create one with python -m ppdiffusers_tome export --model DIR --output DIR."
         )
     try:
         manifest = TypeAdapter(Manifest).validate_json(path.read_bytes())
-        for name, expected in manifest.files.items():
-            file = Path(os.path.realpath(folder / name, strict=True))
-            if not file.is_relative_to(folder.resolve()):
-                raise ToMeExportError(
-                    f"{folder / name} is a link to a file outside of {folder}: replace it by the file."
-                )
-            if file.stat().st_size != expected["bytes"]:
-                raise ToMeExportError(
-                    f"{folder / name} does not have its exported size: export or copy the folder again."
-                )
-            is_hashed = verify if name.endswith(WEIGHTS) else verify is not None
-            if is_hashed and sha256(file) != expected["sha256"]:
-                raise ToMeExportError(
-                    f"{folder / name} differs from the exported file: export or copy the folder again."
-                )
+        if not manifest.files:
+            raise ToMeExportError(f"{path} is damaged, because it lists no files: export the model again.")
+        return ExportedFolder(folder, manifest.files, verify), manifest
     except ValidationError as error:
         reason = f"{path} is damaged, or was written by another version of this package ({first_error(error)})"
         raise ToMeExportError(f"{reason}: export the model again.") from error
     except OSError as error:
         raise ToMeExportError(f"{folder} cannot be read ({error}): export or copy it again.") from error
-    return manifest
 
 
 def first_error(error: ValidationError, fields: Iterable[str] = ()) -> str:
@@ -300,12 +299,3 @@ def first_error(error: ValidationError, fields: Iterable[str] = ()) -> str:
         return f"{where}there is no such field" + (f"; the fields are {', '.join(fields)}" if fields else "")
     value = "" if first["type"] in ("json_invalid", "missing", "value_error") else f", not {first['input']!r:.60}"
     return f"{where}{first['msg'].removeprefix('Value error, ')}{value}"
-
-
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -1,6 +1,7 @@
 """Replacements for UNet, ControlNet, text encoder and VAE in an ordinary pipeline, which run exported programs."""
 
 import logging
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class ExportedModel(StandIn):
-    """Base class: a model that runs programs, which are loaded when they first run.
+    """Base class: a model that runs programs, which are loaded when they first run, whatever thread runs them.
 
     Args:
         max_programs: largest number of them in memory: before one more is loaded, the least recently used one is
@@ -44,15 +45,24 @@ class ExportedModel(StandIn):
         self._load = load
         self._max_programs = max_programs
         self._loaded: dict[ProgramFile, Program] = {}  # in the order of use, the last one is last
+        self._loading = threading.Lock()  # guards `_loaded`, so that no program is loaded twice
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies have none of its programs, and load their own."""
+        return {**vars(self), "_loaded": {}, "_loading": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _loading=threading.Lock())
 
     def _loaded_program(self, file: ProgramFile) -> Program:
-        program = self._loaded.pop(file, None)
-        if program is None:
-            while self._max_programs is not None and len(self._loaded) >= self._max_programs:
-                del self._loaded[next(iter(self._loaded))]  # before loading, so that memory never holds one more
-            program = self._load_program(file)
-        self._loaded[file] = program
-        return program
+        with self._loading:
+            program = self._loaded.pop(file, None)
+            if program is None:
+                while self._max_programs is not None and len(self._loaded) >= self._max_programs:
+                    del self._loaded[next(iter(self._loaded))]  # before loading, so that memory never holds one more
+                program = self._load_program(file)
+            self._loaded[file] = program
+            return program
 
     def _load_program(self, file: ProgramFile) -> Program:
         return_memory()  # that of unloaded programs
@@ -152,6 +162,14 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
         width = SimpleNamespace(in_features=config.get("projection_class_embeddings_input_dim"))
         self.add_embedding = SimpleNamespace(linear_1=width)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_map_programs": {}}
+
+    @property
+    def manifest(self) -> Manifest:
+        """That of the folder when it was loaded."""
+        return self._manifest
+
     @property
     def loaded(self) -> list[tuple[Size, float]]:
         """Size and ratio of the programs in memory; the last one that ran is last."""
@@ -166,9 +184,10 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
         file = self._manifest.programs_by_size("unet", self._manifest.exported(ratio)).get(size)
         if file is None:
             raise self._manifest.size_error(size)
-        if file not in self._loaded and (self._max_programs is None or len(self._loaded) < self._max_programs):
-            # It has not run, so it is the next to be unloaded.
-            self._loaded = {file: self._load_program(file), **self._loaded}
+        with self._loading:
+            if file not in self._loaded and (self._max_programs is None or len(self._loaded) < self._max_programs):
+                # It has not run, so it is the next to be unloaded.
+                self._loaded = {file: self._load_program(file), **self._loaded}
 
     def merge_map(self, sample: paddle.Tensor, timestep: paddle.Tensor) -> np.ndarray:
         """Which tokens the UNet's first block merges at the ratio: the group of each token, [h, w] int.
@@ -183,8 +202,9 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
         file = self._manifest.programs_by_size("merge_map", self._ratio).get(size)
         if file is None:
             raise ToMeConfigError(f"size={size}, ratio={self._ratio} has no merge map: export with --merge-map.")
-        if file not in self._map_programs:
-            self._map_programs[file] = self._load(file)
+        with self._loading:
+            if file not in self._map_programs:
+                self._map_programs[file] = self._load(file)
         (groups,) = self._map_programs[file](sample=sample, timestep=timestep.reshape([1]).cast("float32"))
         height, width = sample.shape[2:]
         level = round((height * width / groups.shape[1]) ** 0.5)

@@ -1,7 +1,7 @@
 """Change ONNX programs for GPUs: attention in a form that their kernels can fuse, and float16 on request."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +10,10 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.external_data_helper import uses_external_data
 
 from ..errors import ToMeExportError
-from .onnx_programs import Graph, cached, casts, drop_unused, fuse_attention, rewrite
-from .onnx_weights import SharedWeights, external_places
+from .folder import ExportedFolder
+from .onnx_cache import cached
+from .onnx_programs import Graph, casts, drop_unused, fuse_attention, rewrite
+from .onnx_weights import ALIGNMENT, IN_MEMORY, SharedWeights, external_places, set_places
 
 HEAD_CHANNELS = 8  # the kernels of fused attention need a multiple of it
 # Comparisons decide which tokens merge. They stay in float32, and so do the nodes between ROUNDED nodes and them.
@@ -28,7 +30,7 @@ def gpu_program(path: Path) -> bytes:
     return _fused(path).SerializeToString()
 
 
-def half_program(path: Path) -> Path:
+def half_program(folder: ExportedFolder, path: Path) -> Path:
     """A file with that program in float16, beside the optimized programs. Inputs and outputs stay in float32.
 
     Its weights are in one file for all programs of the folder.
@@ -39,16 +41,33 @@ def half_program(path: Path) -> Path:
 
     def write(target: Path, weights: SharedWeights) -> None:
         model = halve(_fused(path))
-        for tensor in filter(uses_external_data, model.graph.initializer):
-            places = external_places(tensor)
-            length, offset = int(places["length"]), int(places["offset"])
-            data = np.fromfile(path.parent / places["location"], "uint8", length, offset=offset)
-            if tensor.data_type == TensorProto.FLOAT16:
-                data = data.view("float32").astype("float16")
+        for tensor, data in _large_weights(model, path):
             weights.place(tensor, data.tobytes())
         onnx.save(model, str(target))
 
-    return cached(path, "float16", write)
+    return cached(folder, path, "float16", write)
+
+
+def half_in_memory(path: Path) -> tuple[bytes, bytes]:
+    """The same program for a folder that cannot be written, and its weights: the content of its file IN_MEMORY."""
+    model, content = halve(_fused(path)), bytearray()
+    for tensor, data in _large_weights(model, path):
+        content += bytes(-len(content) % ALIGNMENT)
+        del tensor.external_data[:]
+        set_places(tensor, {"location": IN_MEMORY, "offset": str(len(content)), "length": str(data.nbytes)})
+        content += data.tobytes()
+    return model.SerializeToString(), bytes(content)
+
+
+def _large_weights(model: onnx.ModelProto, path: Path) -> Iterator[tuple[TensorProto, np.ndarray]]:
+    """The weights of a program that are in another file, with their data in the type that the program has now."""
+    for tensor in filter(uses_external_data, model.graph.initializer):
+        places = external_places(tensor)
+        length, offset = int(places["length"]), int(places["offset"])
+        data = np.fromfile(path.parent / places["location"], "uint8", length, offset=offset)
+        if tensor.data_type == TensorProto.FLOAT16:
+            data = data.view("float32").astype("float16")
+        yield tensor, data
 
 
 def _fused(path: Path) -> onnx.ModelProto:

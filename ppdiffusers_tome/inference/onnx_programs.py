@@ -5,13 +5,8 @@ own, larger than the weights themselves. `optimized` writes the packed weights o
 once, and sessions map them from it: a second program of a model adds next to nothing, nor does a second process.
 """
 
-import fcntl
-import hashlib
 import importlib
-import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import TypeGuard
 
@@ -19,9 +14,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from .onnx_weights import EXTERNAL_SUFFIX, OPTIMIZED, SHARED_BYTES, WEIGHTS_FOLDER, SharedWeights, external_places
+from .folder import ExportedFolder
+from .onnx_cache import cached
+from .onnx_weights import EXTERNAL_SUFFIX, SHARED_BYTES, WEIGHTS_FOLDER, SharedWeights
 
-FORMAT = 1  # of optimized programs: increase it when `fuse_attention` or the files change
 HEADS_FIRST, KEYS_LAST = [0, 2, 1, 3], [0, 2, 3, 1]  # from [B, N, heads, d]: transpositions of queries, and of keys
 SWAPPED = [0, 1, 3, 2]  # after HEADS_FIRST: the same as KEYS_LAST
 
@@ -258,12 +254,12 @@ def _is_transpose(node: onnx.NodeProto | None, order: list[int]) -> TypeGuard[on
     return node is not None and node.op_type == "Transpose" and list(node.attribute[0].ints) == order
 
 
-def optimized(path: Path, threads: int) -> Path:
-    """A file with the program as this ONNX Runtime has optimized it for this processor.
+def optimized(folder: ExportedFolder, path: Path, threads: int) -> Path:
+    """A file with the program of an `.onnx` file as this ONNX Runtime has optimized it for this processor.
 
     Raises:
         OSError: the folder cannot be written.
-        Exception: ONNX Runtime cannot load the program.
+        Exception: ONNX Runtime cannot load the program, or cannot write the optimized one.
     """
 
     def write(target: Path, weights: SharedWeights) -> None:
@@ -271,37 +267,7 @@ def optimized(path: Path, threads: int) -> Path:
         _write_optimized(path, threads, unshared)
         weights.copy_optimized(unshared, target)
 
-    return cached(path, "one" if threads == 1 else "several", write)
-
-
-def cached(path: Path, form: str, write: Callable[[Path, SharedWeights], None]) -> Path:
-    """A file with another form of a program, which the first call writes for later calls and other processes.
-
-    It is in a folder beside the program, whose name depends on the version of ONNX Runtime and the processor. The
-    file's name depends on the content of the program, and on the time and size of its weights.
-
-    Args:
-        form: part of the file's name.
-        write: writes the file, and its weights to a file that all programs of the folder share.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    folder = path.parent / OPTIMIZED / _machine()
-    target = folder / f"{path.stem}-{form}-{_state(path)}.onnx"
-    if target.is_file():
-        return target
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
-        if target.is_file():  # another process was faster
-            return target
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            weights = SharedWeights(folder / "weights", folder / "weights.json")
-            write(Path(temporary) / "program.onnx", weights)
-            weights.save_index()
-            (Path(temporary) / "program.onnx").replace(target)
-    return target
+    return cached(folder, path, "one" if threads == 1 else "several", write)
 
 
 def _write_optimized(path: Path, threads: int, target: Path) -> None:
@@ -318,30 +284,3 @@ def _write_optimized(path: Path, threads: int, target: Path) -> None:
     for name, value in entries.items():
         options.add_session_config_entry(name, value)
     onnxruntime.InferenceSession(fused(path, threads), options, providers=["CPUExecutionProvider"])
-
-
-def _state(path: Path) -> str:
-    """Cache key of an `.onnx` file: the hash of its content, and the size and time of its weights."""
-    content = path.read_bytes()
-    tensors = onnx.load_model_from_string(content).graph.initializer
-    files = {place["location"] for tensor in tensors if (place := external_places(tensor))}
-    stats = [(path.parent / file).stat() for file in sorted(files)]
-    return _digest(content, *(f"{stat.st_size} {stat.st_mtime_ns}".encode() for stat in stats))
-
-
-@lru_cache(maxsize=1)
-def _machine() -> str:
-    """Cache key of this machine: the format of this code, the version of ONNX Runtime and the processor."""
-    version = importlib.import_module("onnxruntime").__version__
-    lines = set()
-    with suppress(OSError):
-        lines = {*Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()}
-    processor = sorted(line for line in lines if line.startswith(("model name", "flags", "CPU part", "Features")))
-    return _digest(*map(str.encode, (str(FORMAT), version, *processor)))
-
-
-def _digest(*parts: bytes) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()[:16]

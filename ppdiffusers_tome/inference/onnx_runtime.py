@@ -1,6 +1,9 @@
 """Run programs that were exported as ONNX in ONNX Runtime."""
 
 import logging
+import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -10,13 +13,15 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ..errors import ToMeConfigError, ToMeExportError
+from ..errors import ToMeConfigError, ToMeError, ToMeExportError
 from .cuda_graph import CudaGraphs
+from .folder import ExportedFolder
 from .manifest import ProgramFile
-from .onnx_weights import OPTIMIZED, WEIGHTS_FOLDER
-from .runtime import Program, Runtime, load_error, load_module
+from .onnx_weights import IN_MEMORY, OPTIMIZED, WEIGHTS_FOLDER, weight_files
+from .runtime import Program, Runtime, error_summary, load_error, load_module
 
 logger = logging.getLogger(__name__)
+_memory_lock = threading.Lock()  # of `_share_memory`, which ONNX Runtime refuses the second time
 PROVIDERS = {  # device → ONNX Runtime's name
     "cpu": "CPUExecutionProvider",
     "cuda": "CUDAExecutionProvider",
@@ -75,8 +80,8 @@ class OnnxRuntime(Runtime):
         """The number of the GPU."""
         return int(str(self.device).partition(":")[2] or 0)
 
-    def load(self, folder: Path, file: ProgramFile) -> "OnnxProgram":
-        return OnnxProgram(folder / str(file.onnx), self)
+    def load(self, folder: ExportedFolder, file: ProgramFile) -> "OnnxProgram":
+        return OnnxProgram(folder.path / str(file.onnx), self, folder, file.onnx_files)
 
 
 class OnnxProgram(Program):
@@ -86,21 +91,29 @@ class OnnxProgram(Program):
     `onnx_programs`. On a CUDA GPU its attention is fused too: see `onnx_gpu`.
 
     Args:
-        is_temporary: the file is used once, so no optimized form of it is written.
+        folder: the exported folder that the file is in. None: the file is used once, so no optimized form of it is
+            written.
+        names: the files of the program in the folder.
 
     Raises:
         ToMeExportError: this version of ONNX Runtime cannot load it on the device.
     """
 
-    def __init__(self, path: Path, runtime: OnnxRuntime, is_temporary: bool = False) -> None:
+    def __init__(
+        self, path: Path, runtime: OnnxRuntime, folder: ExportedFolder | None = None, names: Sequence[str] = ()
+    ) -> None:
         self._graphs: CudaGraphs | None = None
+
+        def open_session(sizes: dict[str, int]) -> Any:
+            with nullcontext() if folder is None else folder.reading(names):
+                return _open_session(path, runtime, folder, sizes)
+
         if runtime.cuda_graph:
             shapes = _input_shapes(path)
-            open_session = partial(_open_session, path, runtime, is_temporary)
             self._graphs = CudaGraphs(load_module("onnxruntime"), open_session, shapes, runtime.index)
             self.inputs = [*shapes]
         else:
-            self._session = _open_session(path, runtime, is_temporary, {})
+            self._session = open_session({})
             self.inputs = [value.name for value in self._session.get_inputs()]
 
     def __call__(self, **inputs: paddle.Tensor) -> list[paddle.Tensor]:
@@ -109,7 +122,7 @@ class OnnxProgram(Program):
         return [paddle.to_tensor(output) for output in outputs]
 
 
-def _open_session(path: Path, runtime: OnnxRuntime, is_temporary: bool, sizes: dict[str, int]) -> Any:
+def _open_session(path: Path, runtime: OnnxRuntime, folder: ExportedFolder | None, sizes: dict[str, int]) -> Any:
     """A session of a program, with sizes for some of its open dimensions."""
     onnxruntime = load_module("onnxruntime")
     options = onnxruntime.SessionOptions()
@@ -124,10 +137,13 @@ def _open_session(path: Path, runtime: OnnxRuntime, is_temporary: bool, sizes: d
         settings |= {"prefer_nhwc": "1"} if runtime.precision == "fp16" else {}
     provider = PROVIDERS[runtime.kind]
     try:
-        program = _program(path, runtime.kind, runtime, options, is_temporary)
-        if isinstance(program, bytes):
-            options.add_session_config_entry(WEIGHTS_FOLDER, str(path.parent))
+        program, weights = _program(path, runtime, folder, options)
+        if weights:  # ONNX Runtime copies them while it makes the session
+            contents = [*weights.values()]
+            options.add_external_initializers_from_files_in_memory([*weights], contents, [*map(len, contents)])
         session = onnxruntime.InferenceSession(program, options, providers=[(provider, settings)])
+    except ToMeError:
+        raise
     except Exception as error:
         raise load_error(onnxruntime, path, error) from error
     if session.get_providers()[0] != provider:  # it falls back to the CPU with a warning
@@ -147,30 +163,53 @@ def _input_shapes(path: Path) -> dict[str, list[int | str]]:
     }
 
 
-def _program(path: Path, kind: str, runtime: OnnxRuntime, options: Any, is_temporary: bool) -> str | bytes:
-    """The program of a file in the form that suits the device: a path, or the content. Options are changed for it."""
+def _program(
+    path: Path, runtime: OnnxRuntime, folder: ExportedFolder | None, options: Any
+) -> tuple[str | bytes, dict[str, bytes]]:
+    """The program of a file in the form that suits the device, and the files of its weights that are in memory.
+
+    The program is a path, or the content of a file. Options are changed for it.
+    """
     from . import onnx_gpu, onnx_programs  # late: to run programs in Paddle, onnx need not be installed
 
-    if kind == "cuda":
-        return str(onnx_gpu.half_program(path)) if runtime.precision == "fp16" else onnx_gpu.gpu_program(path)
-    if kind != "cpu":
-        return str(path)
-    threads, onnxruntime = runtime.cores(), load_module("onnxruntime")
-    if is_temporary:
-        return onnx_programs.fused(path, threads)
-    try:
-        program = str(onnx_programs.optimized(path, threads))
-    except OSError as error:
-        logger.warning(
-            "%s cannot be written (%s), so each program has its own weights in memory: make the folder writable",
-            path.parent / OPTIMIZED,
-            error.strerror or error,
-        )
-        return onnx_programs.fused(path, threads)
+    if runtime.kind not in ("cpu", "cuda"):
+        return str(path), {}
+    threads, is_half = runtime.cores(), runtime.precision == "fp16"
+    write = partial(onnx_programs.optimized, threads=threads) if runtime.kind == "cpu" else onnx_gpu.half_program
+    if folder is not None and (is_half or runtime.kind == "cpu"):
+        try:
+            written = write(folder, path)
+        except ToMeError:
+            raise
+        except Exception as error:  # if it is the program, to load it from memory fails too
+            logger.warning(
+                "%s cannot be written (%s), so each program has its own weights in memory: make room, or make the "
+                "folder writable",
+                path.parent / OPTIMIZED,
+                error_summary(error),
+            )
+        else:
+            if not is_half:
+                _use_optimized(options)
+            return str(written), {}
+    if is_half:
+        program, weights = onnx_gpu.half_in_memory(path)
+        return program, {IN_MEMORY: weights}
+    options.add_session_config_entry(WEIGHTS_FOLDER, str(path.parent))
+    if runtime.kind == "cuda":
+        return onnx_gpu.gpu_program(path), {}
+    # ONNX Runtime would map the files into memory, and compute with what is written to them later.
+    names = [] if folder is None else weight_files(path)
+    return onnx_programs.fused(path, threads), {name: (path.parent / name).read_bytes() for name in names}
+
+
+def _use_optimized(options: Any) -> None:
+    """Set the options for a program that `onnx_programs.optimized` has written."""
+    onnxruntime = load_module("onnxruntime")
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # it is optimized already
     options.add_session_config_entry("session.use_env_allocators", "1")
-    _share_memory(onnxruntime)
-    return program
+    with _memory_lock:
+        _share_memory(onnxruntime)
 
 
 @lru_cache(maxsize=1)

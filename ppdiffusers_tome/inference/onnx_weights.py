@@ -1,12 +1,9 @@
 """The weights of ONNX programs, in files that several programs share."""
 
 import hashlib
-import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from ..files import write_file
 
 if TYPE_CHECKING:
     import onnx
@@ -16,6 +13,7 @@ SHARED_BYTES = 1024  # smaller constants stay in the `.onnx` file
 ALIGNMENT = 4096  # bytes: runtimes map weights into memory page by page
 # ONNX Runtime's option that says where the weights of a program are that is not read from a file.
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
+IN_MEMORY = "weights"  # a file of weights that is not on the disk
 OPTIMIZED = (
     "optimized"  # the folder of optimized programs, beside the `.onnx` files; they are written again if it is missing
 )
@@ -26,22 +24,15 @@ class SharedWeights:
 
     Args:
         path: the file of weights.
-        index: a file that lists the weights in `path` by their hash, so that more can be added later. None: `path`
-            must not exist yet.
+        places: the offset and length of the weights that are in the file, by their SHA-256, to which others are added.
+            None: there must be no such file yet.
     """
 
-    def __init__(self, path: Path, index: Path | None = None) -> None:
-        self.path, self._index = path, index
-        self._offsets: dict[str, int] = {}  # by SHA-256
+    def __init__(self, path: Path, places: dict[str, tuple[int, int]] | None = None) -> None:
+        self.path = path
+        self.places = {} if places is None else places
         path.parent.mkdir(parents=True, exist_ok=True)
-        if index is not None and index.is_file():
-            self._offsets = json.loads(index.read_text(encoding="utf-8"))
-        path.touch(exist_ok=index is not None)
-
-    def save_index(self) -> None:
-        """Write the index."""
-        assert self._index is not None
-        write_file(self._index, json.dumps(self._offsets))
+        path.touch(exist_ok=places is not None)
 
     def move(self, source: Path, target: Path) -> None:
         """Write the `.onnx` file `source` as `target`, which refers to the shared weights, and remove `source`."""
@@ -90,7 +81,10 @@ class SharedWeights:
 
             def move(offset: str, length: str) -> str:
                 own.seek(int(offset))
-                return str(self.store(own.read(int(length))))
+                data = own.read(int(length))
+                if len(data) != int(length):  # ONNX Runtime does not notice it
+                    raise OSError(f"{own.name} is incomplete")
+                return str(self.store(data))
 
             for tensor in tensors:
                 places = external_places(tensor)
@@ -107,13 +101,13 @@ class SharedWeights:
     def store(self, data: bytes) -> int:
         """Add data to the file unless it is there; returns its offset."""
         digest = hashlib.sha256(data).hexdigest()
-        if digest not in self._offsets:
+        if digest not in self.places:
             with self.path.open("ab") as file:
                 file.write(bytes(-file.tell() % ALIGNMENT))
                 offset = file.tell()
                 file.write(data)
-            self._offsets[digest] = offset
-        return self._offsets[digest]
+            self.places[digest] = offset, len(data)
+        return self.places[digest][0]
 
     def place(self, tensor: "onnx.TensorProto", data: bytes) -> None:
         """Add the data of a tensor to the file, and let the tensor refer to it."""
@@ -134,6 +128,14 @@ def set_places(tensor: "onnx.TensorProto", places: dict[str, str]) -> None:
     """Add entries that say where the data of a tensor is."""
     for key, value in places.items():
         tensor.external_data.add(key=key, value=value)
+
+
+def weight_files(path: Path) -> list[str]:
+    """The names of the files beside an `.onnx` file that have its weights."""
+    import onnx
+
+    graph = onnx.load(str(path), load_external_data=False).graph
+    return sorted({places["location"] for t in graph.initializer if (places := external_places(t))})
 
 
 def weight_offsets(path: Path) -> dict[str, int]:

@@ -4,6 +4,7 @@ import importlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import paddle
 
 from ..errors import ToMeConfigError
+from .folder import ExportedFolder
 from .manifest import Manifest, ProgramFile
 from .onnx_weights import weight_offsets
 from .runtime import Load, Program, Runtime, load_error, load_module
@@ -53,10 +55,10 @@ class OpenVinoRuntime(Runtime):
                 f"precision={self.precision!r} is not in the hardware of device={self.device!r}: use fp32."
             )
 
-    def load(self, folder: Path, file: ProgramFile) -> "OpenVinoProgram":
-        return OpenVinoProgram(Compiled([folder / str(file.onnx)], self), 0)
+    def load(self, folder: ExportedFolder, file: ProgramFile) -> "OpenVinoProgram":
+        return OpenVinoProgram(Compiled(folder, [file], self), 0)
 
-    def loader(self, folder: Path, manifest: Manifest) -> Load:
+    def loader(self, folder: ExportedFolder, manifest: Manifest) -> Load:
         if not self.share_weights:
             return super().loader(folder, manifest)
         models: dict[str, Compiled] = {}
@@ -64,7 +66,7 @@ class OpenVinoRuntime(Runtime):
         def load(file: ProgramFile) -> OpenVinoProgram:
             files = manifest.programs_of(file.model)
             if file.model not in models:
-                models[file.model] = Compiled([folder / str(one.onnx) for one in files], self)
+                models[file.model] = Compiled(folder, files, self)
             return OpenVinoProgram(models[file.model], files.index(file))
 
         return load
@@ -91,15 +93,17 @@ class Compiled:
     """Programs of one model, compiled into one. OpenVINO shares weights within a compiled model, and nowhere else.
 
     Args:
-        paths: `.onnx` files, which differ in their nodes and in the fixed lengths of their inputs.
+        folder: the exported folder.
+        files: programs of it, which differ in their nodes and in the fixed lengths of their inputs.
         runtime: device, threads and precision.
 
     Raises:
         ToMeExportError: this version of OpenVINO cannot read one.
     """
 
-    def __init__(self, paths: Sequence[Path], runtime: OpenVinoRuntime) -> None:
-        self._paths, self._device = paths, runtime.device.upper()
+    def __init__(self, folder: ExportedFolder, files: Sequence[ProgramFile], runtime: OpenVinoRuntime) -> None:
+        self._paths, self._device = [folder.path / str(file.onnx) for file in files], runtime.device.upper()
+        self._reading = partial(folder.reading, [name for file in files for name in file.onnx_files])
         self._settings: dict[str, Any] = {
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_PRECISION_HINT": PRECISIONS[runtime.precision],
@@ -108,7 +112,9 @@ class Compiled:
             self._settings["INFERENCE_NUM_THREADS"] = runtime.cores()
         self._openvino = load_module("openvino")
         self._core = self._openvino.Core()
-        parameters = _inputs(self._read(paths[0]))
+        self._core.set_property({"ENABLE_MMAP": False})  # or a file that is overwritten would change what is computed
+        with self._reading():
+            parameters = _inputs(self._read(self._paths[0]))
         self.inputs = [*parameters]
         self._open = [
             (name, axis)
@@ -126,10 +132,11 @@ class Compiled:
         with self._lock:
             key = lengths if lengths in self._models or not self._models else None
             if key not in self._models:
-                try:
-                    self._models[key] = self._compile(key)
-                except Exception as error:
-                    raise load_error(self._openvino, self._paths[nth], error) from error
+                with self._reading():
+                    try:
+                        self._models[key] = self._compile(key)
+                    except Exception as error:
+                        raise load_error(self._openvino, self._paths[nth], error) from error
             compiled, unused, positions = self._models[key]
             values = [*unused[:-1], np.array(nth, "int32")] if len(self._paths) > 1 else [*unused]
             for name, position in positions[nth].items():

@@ -1,15 +1,17 @@
 """Run programs in Paddle Inference predictors."""
 
+import os
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import paddle
 from paddle import inference
 
-from ..errors import ToMeConfigError, ToMeExportError
+from ..errors import ToMeConfigError, ToMeError, ToMeExportError
+from .folder import ExportedFolder
 from .manifest import ProgramFile
 from .runtime import Program, Runtime, error_summary, is_accurate
 
@@ -82,7 +84,7 @@ class PaddleRuntime(Runtime):
         kind, _, index = self.device.partition(":")
         return int(index or 0) if kind == "gpu" else None
 
-    def load(self, folder: Path, file: ProgramFile) -> "Predictor":
+    def load(self, folder: ExportedFolder, file: ProgramFile) -> "Predictor":
         is_unset = self.onednn is None and self.gpu is None
         onednn = is_accurate(file.onednn_parity) if is_unset else self.onednn
         return Predictor(folder, file, replace(self, onednn=onednn))
@@ -95,11 +97,15 @@ class Predictor(Program):
         runtime: device and settings; `onednn` None means off here.
 
     Raises:
-        ToMeExportError: this Paddle cannot load the program.
+        ToMeExportError: this Paddle cannot load the program, or this process was forked from one with predictors. A
+            call raises that too.
     """
 
-    def __init__(self, folder: Path, file: ProgramFile, runtime: PaddleRuntime) -> None:
-        program = folder / str(file.program)
+    _process: ClassVar[int | None] = None  # the process that has made predictors
+
+    def __init__(self, folder: ExportedFolder, file: ProgramFile, runtime: PaddleRuntime) -> None:
+        _check_process()
+        program = folder.path / str(file.program)
         if program.suffix == ".json" and paddle.__version__.startswith("2."):
             raise ToMeExportError(
                 f"{program} was exported by Paddle 3, which Paddle {paddle.__version__} cannot read: export it "
@@ -110,25 +116,24 @@ class Predictor(Program):
                 f"onednn=True is not allowed for {program.name}: with Paddle 3's .json programs oneDNN crashes "
                 "(Paddle #77340) or is inaccurate. Leave it out, or export with Paddle 2.6."
             )
-        config = inference.Config(str(program), str(folder / str(file.params)))
-        config.disable_glog_info()
-        config.switch_ir_optim(runtime.optimize)
-        if runtime.gpu is None:
-            _for_cpu(config, runtime, program.suffix == ".json")
-        else:
-            _for_gpu(config, runtime, program.parent if file.model == "unet" else None)
         self._gpu = runtime.gpu is not None
         self._lock = threading.Lock()
-        try:
-            self._predictor = inference.create_predictor(config)
-        except Exception as error:
-            raise ToMeExportError(
-                f"Paddle {paddle.__version__} cannot load {program}: {error_summary(error)}"
-            ) from error
+        with folder.reading([str(file.program), str(file.params)]):
+            try:
+                config = inference.Config(str(program), str(folder.path / str(file.params)))
+                _configure(config, runtime, program, file.model == "unet")
+                self._predictor = inference.create_predictor(config)
+            except ToMeError:
+                raise
+            except Exception as error:
+                raise ToMeExportError(
+                    f"Paddle {paddle.__version__} cannot load {program}: {error_summary(error)}"
+                ) from error
         self.inputs = list(self._predictor.get_input_names())
         self.outputs = list(self._predictor.get_output_names())
 
     def __call__(self, **inputs: paddle.Tensor) -> list[paddle.Tensor]:
+        _check_process()
         with self._lock:
             for name in self.inputs:
                 handle = self._predictor.get_input_handle(name)
@@ -144,7 +149,30 @@ class Predictor(Program):
         return [paddle.to_tensor(output) for output in outputs]
 
 
-def _for_cpu(config: Any, runtime: PaddleRuntime, is_pir: bool) -> None:
+def _check_process() -> None:
+    """Raise in a process that was forked after predictors were made: it has none of their threads."""
+    if Predictor._process is None:
+        Predictor._process = os.getpid()
+    if Predictor._process != os.getpid():
+        raise ToMeExportError(
+            "this process was forked from one that has loaded Paddle programs, which crash or hang here: start it by "
+            '"spawn" (multiprocessing.get_context("spawn")), or fork before the first image.'
+        )
+
+
+def _configure(config: Any, runtime: PaddleRuntime, program: Path, is_unet: bool) -> None:
+    """Set what the runtime asks for; TensorRT is for the UNet."""
+    config.disable_glog_info()
+    config.switch_ir_optim(runtime.optimize)
+    if program.suffix != ".json":  # it fails with Paddle 3's programs, on every device
+        config.enable_memory_optim()
+    if runtime.gpu is None:
+        _for_cpu(config, runtime)
+    else:
+        _for_gpu(config, runtime, program.parent if is_unet else None)
+
+
+def _for_cpu(config: Any, runtime: PaddleRuntime) -> None:
     config.disable_gpu()
     config.set_cpu_math_library_num_threads(runtime.cores())
     if runtime.onednn:
@@ -152,13 +180,10 @@ def _for_cpu(config: Any, runtime: PaddleRuntime, is_pir: bool) -> None:
         config.set_mkldnn_cache_capacity(10)  # shapes; without a limit memory grows with each new shape
     else:
         config.disable_mkldnn()  # on by default
-    if not is_pir:  # it fails with Paddle 3's .json programs
-        config.enable_memory_optim()
 
 
 def _for_gpu(config: Any, runtime: PaddleRuntime, tensorrt_folder: Path | None) -> None:
     precision = getattr(inference.PrecisionType, PRECISIONS[runtime.precision])
-    config.enable_memory_optim()
     config.enable_use_gpu(2000, runtime.gpu, precision)  # initial size of the memory pool, MB
     for name in GPU_PASSES_OFF:
         config.delete_pass(name)

@@ -11,7 +11,7 @@ import ppdiffusers
 from ppdiffusers import DiffusionPipeline
 
 from ..errors import ToMeConfigError, ToMeError, ToMeExportError
-from .manifest import CONFIGS, CONTROLNET_CONFIG, COPIED, MANIFEST, Manifest, read_manifest
+from .manifest import CONFIGS, CONTROLNET_CONFIG, COPIED, MANIFEST, Manifest, open_export
 from .models import ExportedControlNet, ExportedTextEncoder, ExportedUNet, ExportedVAE
 from .onnx_runtime import OnnxRuntime
 from .openvino_runtime import OpenVinoRuntime
@@ -62,23 +62,27 @@ def load_pipeline(
         >>> image = load_pipeline("build/emoji")("a 3d render of fox", height=128, width=128).images[0]
     """
     folder = Path(folder)
-    if max_programs is not None and (isinstance(max_programs, bool) or max_programs < 1):
+    is_count = isinstance(max_programs, int) and not isinstance(max_programs, bool)
+    if max_programs is not None and not (is_count and max_programs >= 1):
         raise ToMeConfigError(f"max_programs={max_programs!r} is not allowed: it must be 1 or more, or None.")
     if max_programs is not None and settings.get("share_weights"):
         raise ToMeConfigError("max_programs and share_weights exclude each other: programs that share weights stay.")
     if runtime is not None:
         choose_runtime(runtime, **settings)  # raises before the weights are compared
-    manifest = read_manifest(folder, verify)
+    exported, manifest = open_export(folder, verify)
     name = runtime or default_runtime(manifest, settings.get("device", Runtime.device))
     check_format(folder, manifest, name)
-    load = choose_runtime(name, **settings).loader(folder, manifest)
+    load = choose_runtime(name, **settings).loader(exported, manifest)
+    cls = cls or getattr(ppdiffusers, manifest.pipeline)
     try:
-        pipe = _assemble(folder, manifest, cls or getattr(ppdiffusers, manifest.pipeline), load, ratio, max_programs)
+        pipe = _assemble(exported.path, manifest, cls, load, ratio, max_programs)
     except ToMeError:
         raise
     except Exception as error:  # ppdiffusers and paddlenlp raise many types on invalid configs
         reason = f"{type(error).__name__}: {error}"
         raise ToMeExportError(f"{folder} cannot be loaded ({reason}): export the model again.") from error
+    finally:
+        exported.check()  # what was read since the files were compared
     return pipe
 
 
@@ -137,7 +141,8 @@ def _assemble(
         if name in available:
             arguments[name] = available[name]
         elif parameter.default is inspect.Parameter.empty:
-            if name in ("unet", "vae", "text_encoder", "tokenizer", "controlnet", "text_encoder_2", "tokenizer_2"):
+            is_none = index.get(name) == [None, None]  # in the pipeline that was exported, as in SDXL's refiner
+            if not is_none and name in (*CONFIGS, "tokenizer", "tokenizer_2", "controlnet"):
                 raise ToMeConfigError(
                     f"{cls.__name__} needs a {name}, but {folder} has none: it was exported from {manifest.pipeline}. "
                     "Load it as that class."

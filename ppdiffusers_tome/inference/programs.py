@@ -16,6 +16,7 @@ from paddle.static import InputSpec
 
 from ..attach.passes import current_plan
 from ..errors import ToMeExportError
+from ..families.kernels import use_ordinary_attention
 from ..families.models import find_blocks
 from ..methods.plan import MergePlan
 
@@ -50,7 +51,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Traceable:
-    """A layer to trace, in float32, and its inputs, by keyword. Tracing may modify the layer."""
+    """A layer to trace, in float32 on the CPU, and its inputs, by keyword. Tracing may modify the layer."""
 
     layer: nn.Layer
     inputs: tuple[Input, ...]
@@ -169,8 +170,12 @@ class MergeMap(nn.Layer):
         return plan.source_rows.reshape([-1, plan.tokens])
 
 
-def unet_inputs(unet: nn.Layer) -> tuple[Input, ...]:
-    """The inputs of the UNet of Stable Diffusion or SDXL, without those for a ControlNet."""
+def unet_inputs(unet: nn.Layer, time_ids: int = 6) -> tuple[Input, ...]:
+    """The inputs of the UNet of Stable Diffusion or SDXL, without those for a ControlNet.
+
+    Args:
+        time_ids: number of SDXL's numbers that are embedded as a time is: sizes, a crop and, in its refiner, a score.
+    """
     config, batch = unet.config, "batch"
     inputs: tuple[Input, ...] = (
         Input("sample", (batch, config.in_channels, "latent_height", "latent_width")),
@@ -178,14 +183,17 @@ def unet_inputs(unet: nn.Layer) -> tuple[Input, ...]:
         Input("encoder_hidden_states", (batch, "tokens", config.cross_attention_dim)),
     )
     if config.addition_embed_type == "text_time":
-        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-        inputs += Input("text_embeds", (batch, pooled)), Input("time_ids", (batch, 6), _integers(1024))
+        pooled = config.projection_class_embeddings_input_dim - time_ids * config.addition_time_embed_dim
+        inputs += Input("text_embeds", (batch, pooled)), Input("time_ids", (batch, time_ids), _integers(1024))
     return inputs
 
 
-def denoiser(unet: nn.Layer, controlnet: nn.Layer | None) -> Traceable:
-    """The UNet of Stable Diffusion or SDXL, fused with the ControlNet, if any, for a fixed size. Both are copied."""
-    inputs = unet_inputs(unet)
+def denoiser(unet: nn.Layer, controlnet: nn.Layer | None, time_ids: int = 6) -> Traceable:
+    """The UNet of Stable Diffusion or SDXL, fused with the ControlNet, if any, for a fixed size. Both are copied.
+
+    `time_ids` is that of `unet_inputs`.
+    """
+    inputs = unet_inputs(unet, time_ids)
     if controlnet is not None:
         inputs += (
             Input("controlnet_cond", ("batch", 3, "height", "width"), UNIFORM),
@@ -257,10 +265,14 @@ def _convertible(vae: nn.Layer) -> nn.Layer:
 
 
 def _working_copy(model: nn.Layer) -> nn.Layer:
-    """A copy that tracing may modify, in float32: the precision of a program is chosen when it is loaded.
+    """A copy that tracing may modify, on the CPU and in float32: a runtime chooses device and precision.
 
-    It shares weights that are float32 already, which tracing only reads.
+    It shares weights that are there in float32 already, which tracing only reads.
     """
-    shared = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dtype == paddle.float32]
+    tensors = [*model.parameters(), *model.buffers()]
+    shared = [tensor for tensor in tensors if tensor.dtype == paddle.float32 and tensor.place.is_cpu_place()]
     copied = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+    if any(not tensor.place.is_cpu_place() for tensor in tensors):
+        copied._to_impl(device="cpu", include_sublayers=True, floating_only=False)  # ppdiffusers' to() leaves integers
+    use_ordinary_attention(copied)
     return copied.float()  # not astype("float32"), which does nothing on Paddle 3 (Paddle #76614)

@@ -14,8 +14,10 @@ from pathlib import Path
 
 
 @contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
+def replacing(folder: Path, overwrite: bool = True) -> Iterator[Path]:
     """A temporary folder beside `folder` that replaces it on success, and is deleted on any error and on SIGTERM.
+
+    Without `overwrite` it only takes the place of a folder that is missing or empty then.
 
     The earlier folder is renamed to `.NAME.replaced`, the new one takes its name, and only then the earlier one is
     deleted. Between the two renames `folder` does not exist. If the process is killed there, the next one that
@@ -27,20 +29,19 @@ def replacing(folder: Path) -> Iterator[Path]:
     file systems without locks nothing is deleted or restored this way.
 
     Raises:
+        FileExistsError: another process has written `folder` in the meantime.
         OSError: a folder cannot be created or renamed.
     """
     target = Path(os.path.realpath(folder))
     target.parent.mkdir(parents=True, exist_ok=True)
     _delete_leftovers(target)
-    partial = _make_partial(target)
     with ExitStack() as stack:
-        with suppress(OSError):
-            stack.enter_context(_locked(partial))
+        partial = stack.enter_context(_locked_partial(target))
         stack.enter_context(_deleted_on_sigterm(partial))
         try:
             yield partial
             partial.chmod(0o755)  # mkdtemp's is private
-            _swap(partial, target)
+            _swap(partial, target, overwrite)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -61,13 +62,20 @@ def earlier_folder(folder: Path) -> Path | None:
     return _aside(target) if not os.path.exists(target) and os.path.isdir(_aside(target)) else None
 
 
-def check_replaceable(folder: Path) -> None:
-    """Raise OSError if no folder can be created or renamed beside `folder`. Nothing is left behind."""
+def check_replaceable(folder: Path, overwrite: bool = True) -> None:
+    """Raise OSError if no folder can be created or renamed beside `folder`. Nothing is left behind.
+
+    Without `overwrite`, also if another process is writing `folder` now.
+    """
     target = Path(os.path.realpath(folder))
+    if not overwrite and target.parent.is_dir() and any(_is_in_use(path) for path in _partials(target)):
+        raise OSError("another process is writing it now")
     if os.path.ismount(target):
         raise OSError("it is a mount point")
     parent = next(path for path in target.parents if path.exists())
-    os.rmdir(_make_partial(parent / target.name))
+    partial = _make_partial(parent / target.name)
+    with suppress(FileNotFoundError):  # another process has taken it for one that is left behind
+        os.rmdir(partial)
 
 
 def _aside(target: Path) -> Path:
@@ -78,10 +86,41 @@ def _make_partial(target: Path) -> Path:
     return Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
 
 
-def _swap(partial: Path, target: Path) -> None:
+@contextmanager
+def _locked_partial(target: Path) -> Iterator[Path]:
+    """A new temporary folder, locked where the file system has locks."""
+    while True:
+        partial = _make_partial(target)
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(_locked(partial))
+            except (BlockingIOError, FileNotFoundError):  # another process has taken it for one that is left behind
+                shutil.rmtree(partial, ignore_errors=True)
+                continue
+            except OSError:  # a file system without locks
+                pass
+            if partial.exists():
+                yield partial
+                return
+
+
+def _partials(target: Path) -> list[Path]:
+    """The temporary folders of all processes that replace `target`, or were killed while they did."""
+    name = re.compile(rf"\.{re.escape(target.name)}\.[a-z0-9_]{{8}}\.partial")
+    return [path for path in target.parent.iterdir() if name.fullmatch(path.name)]
+
+
+def _swap(partial: Path, target: Path, overwrite: bool) -> None:
     """Give `partial` the name `target`; then `partial` is the earlier folder, if there was one."""
-    if not target.exists():
-        os.rename(partial, target)
+    if not (overwrite and target.exists()):
+        try:
+            os.rename(partial, target)  # a folder that is not empty stays
+        except OSError as error:
+            if not target.exists():
+                raise
+            raise FileExistsError(
+                f"{target} was written by another process in the meantime, and is unchanged: write to another folder."
+            ) from error
         return
     aside = _aside(target)
     with ExitStack() as stack:
@@ -115,10 +154,17 @@ def _delete_leftovers(target: Path) -> None:
     if target.exists():
         with suppress(OSError), _locked(_aside(target)):
             os.rename(_aside(target), _make_partial(target))
-    name = re.compile(rf"\.{re.escape(target.name)}\.[a-z0-9_]{{8}}\.partial")
-    for path in [path for path in target.parent.iterdir() if name.fullmatch(path.name)]:
+    for path in _partials(target):
         with suppress(OSError), _locked(path):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_in_use(folder: Path) -> bool:
+    try:
+        with _locked(folder):
+            return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
 
 
 @contextmanager

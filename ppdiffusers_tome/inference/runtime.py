@@ -16,6 +16,7 @@ import paddle
 
 from ..cores import usable_cores
 from ..errors import ParameterError, ToMeExportError, install_command
+from .folder import ExportedFolder
 from .manifest import Manifest, ProgramFile
 
 MAX_THREADS = 1024  # for one program
@@ -61,14 +62,17 @@ class Runtime(ABC):
             raise ParameterError("threads", self.threads, f"it must be 1 to {MAX_THREADS}")
 
     @abstractmethod
-    def load(self, folder: Path, file: ProgramFile) -> Program:
+    def load(self, folder: ExportedFolder, file: ProgramFile) -> Program:
         """Load one program of a folder. The folder must have it in this runtime's format.
+
+        Whatever reads a file of the program, now or in a call, does so in `folder.reading`.
 
         Raises:
             ToMeExportError: this version cannot load it.
+            ExportChangedError: a file is not the one that was exported.
         """
 
-    def loader(self, folder: Path, manifest: Manifest) -> Load:
+    def loader(self, folder: ExportedFolder, manifest: Manifest) -> Load:
         """A function that loads a program of an exported folder."""
         return partial(self.load, folder)
 

@@ -17,6 +17,7 @@ from paddle.base.proto import framework_pb2
 
 from ..errors import ToMeExportError
 from .conversion import Converter
+from .folder import ExportedFolder
 from .manifest import ProgramFile
 from .onnx_runtime import OnnxProgram, OnnxRuntime
 from .paddle_runtime import PaddleRuntime
@@ -45,6 +46,18 @@ class _ByName(nn.Layer):
         return self.layer(**inputs)
 
 
+@contextmanager
+def _on_cpu() -> Iterator[None]:
+    """Make the CPU Paddle's current device."""
+    before = paddle.get_device()
+    paddle.set_device("cpu")
+    try:
+        yield
+    finally:
+        paddle.set_device(before)
+
+
+@_on_cpu()
 def save(
     traceable: Traceable,
     planned: ProgramFile,
@@ -55,6 +68,8 @@ def save(
     converter: Converter | None = None,
 ) -> ProgramFile:
     """Save a layer's program as root/folder/inference.* and compare both. The layer must not be used afterwards.
+
+    Both run on the CPU, because a GPU rounds differently, with TF32 to ten bits.
 
     Args:
         traceable: the layer; hooks on it become part of the program.
@@ -82,7 +97,7 @@ def save(
     @functools.cache
     def unfused() -> Program:
         """The program without fused operators, which rounds as eager does: eager itself cannot run any more."""
-        loaded = replace(runtime, optimize=False).load(root, file)
+        loaded = replace(runtime, optimize=False).load(ExportedFolder(root), file)
         _check(comparison.first_differences(loaded), TOLERANCE, f"exported {file.label}")
         return loaded
 
@@ -93,7 +108,7 @@ def save(
     unfused.cache_clear()
     return_memory()  # with Paddle 2.6 the conversion needs three times that of the weights
     onnx = converter.convert(program, params, file.label)
-    in_onnx_runtime = OnnxProgram(onnx, OnnxRuntime(threads=runtime.threads), is_temporary=True)
+    in_onnx_runtime = OnnxProgram(onnx, OnnxRuntime(threads=runtime.threads))
     parity = comparison.differences(in_onnx_runtime, FUSED_TOLERANCE, unfused)
     _check(parity, FUSED_TOLERANCE, f"{file.label} in ONNX Runtime")
     return replace(file, onnx=onnx.relative_to(root).as_posix(), onnx_parity=parity)
@@ -103,13 +118,13 @@ def _compare_in_paddle(
     file: ProgramFile, root: Path, runtime: PaddleRuntime, comparison: "_Comparison", unfused: Callable[[], Program]
 ) -> ProgramFile:
     """The program with its differences from eager, with Paddle's own kernels and, if they can run it, oneDNN's."""
-    parity = comparison.differences(runtime.load(root, file), TOLERANCE, unfused)
+    parity = comparison.differences(runtime.load(ExportedFolder(root), file), TOLERANCE, unfused)
     _check(parity, TOLERANCE, f"exported {file.label}")
     file = replace(file, parity=parity)
     if str(file.program).endswith(".json"):
         return file
     return_memory()
-    onednn = replace(runtime, onednn=True).load(root, file)
+    onednn = replace(runtime, onednn=True).load(ExportedFolder(root), file)
     return replace(file, onednn_parity=comparison.differences(onednn, FUSED_TOLERANCE, unfused))
 
 

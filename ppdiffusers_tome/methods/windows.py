@@ -60,13 +60,13 @@ def remaining(windows: EqualWindows, kept: int) -> int:
     """The tokens that remain of each window, if `kept` tokens of the grid are to remain.
 
     They are rounded to a multiple of `ROW_MULTIPLE`, or to a whole number of tokens where that would change more than
-    the share `MAX_ROUNDING` of a window.
+    the share `MAX_ROUNDING` of a window. What merges in the grid merges in each window: at least one token.
     """
     exact = kept / windows.number
     rounded = ROW_MULTIPLE * round(exact / ROW_MULTIPLE)
-    if abs(rounded - exact) > MAX_ROUNDING * windows.p or exact == windows.q:
-        rounded = round(exact)
-    return min(max(rounded, windows.q), windows.p)
+    if abs(rounded - exact) > MAX_ROUNDING * windows.p or not windows.q <= rounded < windows.p:
+        rounded = min(round(exact), windows.p - 1)
+    return windows.p if exact == windows.p else max(rounded, windows.q)
 
 
 def _windows(grid: Grid, sx: int, sy: int, window: int | None) -> EqualWindows:

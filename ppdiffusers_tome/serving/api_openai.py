@@ -91,7 +91,7 @@ class OpenAIService:
             ApiError: 404 it names another model, 422 a value is not allowed.
         """
         if not self.config.any_model:
-            self.check_model(values.model)
+            self.check_model(values.model or None)
         if values.strength is not None and not has_image:
             raise ApiError(422, "without an image there is no strength", "strength", "invalid_value")
         size = self._size(values.size or "auto")
@@ -122,7 +122,7 @@ class OpenAIService:
         """Log each field that asks for what this server does not have, the first time that one is sent."""
         for name, usual in protocol.IGNORED.items():
             value = getattr(values, name, None)
-            if value is not None and value not in usual and name not in self._logged:
+            if value not in (None, "", *usual) and name not in self._logged:
                 self._logged.add(name)
                 logger.warning("a client asks for %s=%.40r, which this server ignores (logged once)", name, value)
 
@@ -143,7 +143,7 @@ ImagesAnswer: TypeAlias = protocol.ImagesResponse | Response  # the latter is a 
 )
 async def generate(body: protocol.ImageRequest, request: Request, service: Service) -> ImagesAnswer:
     """Generate images from a prompt, and from an image if the request has one."""
-    return await _answer(request, service, body, body.image, "image_generation")
+    return await _answer(request, service, body, body.image or None, "image_generation")
 
 
 @router.post(
@@ -159,7 +159,7 @@ async def edit(request: Request, service: Service) -> ImagesAnswer:
         message = "image-to-image was not exported: export the model with --img2img"
         raise ApiError(404, message, code="not_exported")
     texts, files = await read_form(request)
-    if "mask" in (*texts, *files):
+    if texts.pop("mask", "") or any(files.pop("mask", ())):
         message = "masks are not supported: the whole image is generated again"
         raise ApiError(422, message, "mask", "unsupported_parameter")
     image = _only_image(files)

@@ -1,7 +1,9 @@
 """The API of stable-diffusion-webui ("A1111"): txt2img, img2img, and the other paths that its clients use."""
 
+import asyncio
 import json
 import logging
+import os
 import time
 from typing import Annotated, Any
 
@@ -10,7 +12,7 @@ from pydantic import BaseModel
 
 from .._version import __version__
 from ..generation.jobs import Job, JobError, SecondPass
-from ..generation.png import describe, describe_merging
+from ..generation.png import describe, describe_merging, parse_infotext, read_texts
 from . import protocol
 from .api_errors import ApiError, responses
 from .app_config import AppConfig
@@ -18,10 +20,15 @@ from .handler import DEFAULT_STRENGTH, RequestHandler
 from .middleware import JsonRoute
 from .protocol_webui import (
     OFF,
+    EmbeddingsResponse,
+    FlagsResponse,
     GenerationInfo,
     ImageToImageRequest,
     Lenient,
+    MemoryResponse,
     Options,
+    PngInfoRequest,
+    PngInfoResponse,
     ProgressResponse,
     ProgressState,
     TextRequest,
@@ -29,7 +36,7 @@ from .protocol_webui import (
     WebuiResponse,
 )
 from .queue import ImageQueue
-from .tickets import RequestProgress
+from .tickets import RequestProgress, UnavailableError
 
 NAMES = {
     "images": "batch_size",
@@ -70,12 +77,14 @@ class WebuiService:
             CLIP_stop_at_last_layers=1,
         )
         self._default_steps = config.steps
+        self.has_page = config.page
         self._logged: set[str] = set()  # names of unknown fields
 
     @property
     def samplers(self) -> list[str]:
         """Names of samplers that requests may have. The exported one is only known once the engine is loaded."""
-        return [*DEFAULT_SAMPLERS, self.queue.sampler, *_aliases(self.queue.sampler)]
+        sampler = self.queue.sampler
+        return [*DEFAULT_SAMPLERS, *((sampler, *_aliases(sampler)) if sampler else ())]
 
     @property
     def choices(self) -> dict[str, list[Any]]:
@@ -280,6 +289,8 @@ async def list_scripts() -> dict[str, list[str]]:
 @router.get("/samplers")
 async def list_samplers(service: Service) -> list[dict[str, Any]]:
     sampler = service.queue.sampler
+    if not sampler:  # the engine is not loaded yet
+        return []
     return [{"name": sampler, "aliases": _aliases(sampler), "options": {}}]
 
 
@@ -302,17 +313,64 @@ async def list_models(service: Service) -> list[dict[str, str | None]]:
     return [{"title": name, "model_name": name, **no_file}]
 
 
+@router.get("/extensions")
+@router.get("/face-restorers")
+@router.get("/hypernetworks")
 @router.get("/latent-upscale-modes")
 @router.get("/loras")
 @router.get("/prompt-styles")
+@router.get("/realesrgan-models")
+@router.get("/script-info")
 @router.get("/sd-vae")
 async def list_nothing() -> list[dict[str, str]]:
     """An exported folder has none."""
     return []
 
 
+@router.get("/embeddings")
+async def list_embeddings() -> EmbeddingsResponse:
+    return EmbeddingsResponse()
+
+
+@router.post("/refresh-checkpoints")
+@router.post("/refresh-loras")
+@router.post("/refresh-vae")
+async def refresh() -> None:
+    """Do nothing: the server has the model that it was started with."""
+
+
+@router.get("/cmd-flags")
+async def show_flags(service: Service) -> FlagsResponse:
+    return FlagsResponse(nowebui=not service.has_page)
+
+
+@router.get("/memory")
+async def show_memory(service: Service) -> MemoryResponse:
+    """The memory of the server's process, without that of engines on Ray."""
+    used = service.queue.metrics.resident_bytes
+    if used is None:
+        return MemoryResponse(ram={"error": "unavailable"})
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return MemoryResponse(ram={"free": total - used, "used": used, "total": total})
+
+
+@router.post("/png-info", responses=ERRORS)
+async def show_png_info(body: PngInfoRequest, service: Service) -> PngInfoResponse:
+    """Read how an image was made, from its text chunks."""
+    try:
+        texts = await asyncio.to_thread(read_texts, body.image, service.queue.limits)
+    except JobError as error:
+        raise ApiError(422, str(error), "image", "invalid_value") from None
+    info = texts.pop("parameters", "")
+    return PngInfoResponse(info=info, items=texts, parameters=parse_infotext(info))
+
+
 async def _answer(request: Request, service: WebuiService, values: TextRequest, image: str | None) -> WebuiResponse:
     """The answer to a request for images, which start from the image if there is one."""
+    try:
+        service.queue.check_ready()  # first: before the engine is loaded, its sampler is not known
+    except UnavailableError as error:
+        raise service.handler.unavailability(error) from None
     service.check(values)
     own = values.override_settings or Options()
     service.log_unknown_fields(values)

@@ -88,7 +88,7 @@ def create_app(queue: ImageQueue, config: AppConfig) -> FastAPI:
     _add_middleware(app, queue, config)
     app.include_router(open_routes)
     key = [Security(BEARER), Security(BASIC)] if config.api_key is not None else []
-    statuses = (400, 401, 403) if key else (400, 403)
+    statuses = (400, 401, 403, 415) if key else (400, 403, 415)
     openai, webui = (responses(model, *statuses) for model in (OpenAIErrorResponse, WebuiErrorResponse))
     app.include_router(key_routes, dependencies=key, responses=openai)
     app.include_router(api_openai.router, dependencies=key, responses=openai)
@@ -103,13 +103,7 @@ def _add_middleware(app: FastAPI, queue: ImageQueue, config: AppConfig) -> None:
     """The last one added is the outermost: refusals by the head have CORS headers too, so that pages can read them."""
     app.add_middleware(RequestMiddleware, config=config)
     if config.origins:
-        app.add_middleware(
-            OriginMiddleware,
-            allow_origins=config.origins,
-            allow_methods=("GET", "POST"),
-            allow_headers=("*",),  # an allowed page may send any: clients add some of their own
-            expose_headers=("Retry-After",),
-        )
+        app.add_middleware(OriginMiddleware, config=config)
     app.add_middleware(CountingMiddleware, metrics=queue.metrics)
 
 

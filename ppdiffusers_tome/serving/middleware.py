@@ -1,8 +1,10 @@
 """Checks that precede reading a request's fields (host, API key, origin, body), and the counters of answers."""
 
+import codecs
 import logging
 import re
 import secrets
+import shlex
 from collections.abc import Callable, Coroutine
 from functools import partial
 from time import monotonic
@@ -17,12 +19,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .api_errors import ApiError, internal_error
-from .app_config import AppConfig
+from .app_config import HOST, AppConfig, canonical_origin, host_of, origin_remedy
 from .prometheus import Metrics
 
 logger = logging.getLogger(__name__)
 BEARER = HTTPBearer(auto_error=False, description="the API key")
 BASIC = HTTPBasic(auto_error=False, description="any user, with the API key as password, as webuiapi sends it")
+ASKS_PRIVATE_NETWORK = "access-control-request-private-network"
 PAGE = "/page/"  # the folder of the page's files. They and "/" are public
 WITHOUT_KEY = ("/health", "/ready")  # for load balancers
 ENDPOINTS = frozenset(
@@ -34,6 +37,13 @@ ENDPOINTS = frozenset(
 # Commas, colons and brackets in a JSON body. Real requests have fewer. The limit stops bodies of millions of small
 # values, whose error messages take gigabytes.
 MAX_SEPARATORS = 20_000
+COMPRESSIONS = frozenset(("br", "compress", "deflate", "gzip", "x-gzip", "zstd"))  # of Content-Encoding
+NOT_JSON = {
+    codecs.BOM_UTF8: "it begins with a byte order mark (BOM); send it without one",
+    codecs.BOM_UTF16_LE: "it is UTF-16; send UTF-8 without a byte order mark (BOM)",
+    codecs.BOM_UTF16_BE: "it is UTF-16; send UTF-8 without a byte order mark (BOM)",
+    b"\x1f\x8b": "it is compressed by gzip; send it as it is",
+}
 
 
 class CountingMiddleware:
@@ -63,12 +73,30 @@ class OriginMiddleware(CORSMiddleware):
     """Starlette's, for pages of allowed origins.
 
     Starlette refuses a preflight in plain text. Here it goes on to the checks and routes within, which answer it with
-    403 or 405, in JSON.
+    403 or 405, in JSON. Chromium also asks whether a page from the internet may reach a server in a private network:
+    an allowed origin may.
     """
 
+    def __init__(self, app: ASGIApp, config: AppConfig) -> None:
+        super().__init__(
+            app,
+            allow_origins=config.origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),  # an allowed page may send any: clients add some of their own
+            expose_headers=("Retry-After",),
+        )
+        self._config = config
+
+    def is_allowed_origin(self, origin: str) -> bool:
+        return self._config.is_allowed_origin(origin)
+
     def preflight_response(self, request_headers: Headers) -> ASGIApp:  # type: ignore[override]
-        response = super().preflight_response(request_headers)
+        # Without the question that is answered here: newer versions of Starlette refuse it by default.
+        usual = Headers({name: value for name, value in request_headers.items() if name != ASKS_PRIVATE_NETWORK})
+        response = super().preflight_response(usual)
         if response.status_code == 200:
+            if request_headers.get(ASKS_PRIVATE_NETWORK) == "true":
+                response.headers["Access-Control-Allow-Private-Network"] = "true"
             return response
         return partial(self.simple_response, request_headers=request_headers)
 
@@ -93,8 +121,7 @@ class RequestMiddleware:
     async def _check_head(self, request: Request) -> None:
         host = request.headers.get("host", "")
         if not self._config.is_allowed_host(host):
-            message = f"the Host {host[:100]!r} is not a name of this server: start it with --allow-host"
-            raise ApiError(400, message, code="host_not_allowed")
+            raise ApiError(400, _host_refusal(host), code="host_not_allowed")
         path = request.scope["path"]  # as routing reads it; request.url is built from the client's Host header
         is_open = path in ("/", *WITHOUT_KEY) or path.startswith(PAGE) or request.method == "OPTIONS"  # a preflight
         key = self._config.api_key
@@ -105,7 +132,8 @@ class RequestMiddleware:
         origin = request.headers.get("origin")
         # Stops foreign web pages that send requests through their visitor's browser, and their preflights.
         if request.method in ("POST", "OPTIONS") and origin is not None and not self._is_allowed(origin, host):
-            message = f"web pages of {origin[:100]!r} are not allowed: start the server with --allow-origin"
+            remedy = origin_remedy(origin) or "start the server with --allow-origin and this origin"
+            message = f"web pages of {origin[:100]!r} are not allowed: {remedy}"
             raise ApiError(403, message, code="origin_not_allowed")
         length = request.headers.get("content-length", "0")
         if not re.fullmatch("[0-9]{1,4000}", length):  # int() reads at most 4,300 digits
@@ -116,6 +144,11 @@ class RequestMiddleware:
             message = "the request has both a Content-Length and a Transfer-Encoding"
             raise ApiError(400, message, code="malformed_request", headers={"Connection": "close"})
         self._check_size(int(length))
+        encodings = {name.strip().lower() for name in request.headers.get("content-encoding", "").split(",")}
+        if compressions := ", ".join(sorted(encodings & COMPRESSIONS)):
+            message = f"the body is compressed (Content-Encoding: {compressions}): send it as it is"
+            headers = {"Accept-Encoding": "identity"}
+            raise ApiError(415, message, code="unsupported_media_type", headers=headers)
 
     def _count_body(self, receive: Receive) -> Receive:
         """`receive`, for a body whose length is not in the head: it raises ApiError once the body is too large."""
@@ -137,7 +170,8 @@ class RequestMiddleware:
 
     def _is_allowed(self, origin: str, host: str) -> bool:
         """Whether a page of this origin may send requests. The server's own may, under each of its names."""
-        return origin in (f"http://{host}", f"https://{host}") or bool({origin, "*"} & {*self._config.origins})
+        own = {canonical_origin(f"{scheme}://{host}") for scheme in ("http", "https")}
+        return canonical_origin(origin) in own or self._config.is_allowed_origin(origin)
 
 
 class JsonRoute(APIRoute):
@@ -170,10 +204,22 @@ class _JsonRequest(Request):
         if sum(map(body.count, (b",", b":", b"[", b"{"))) > MAX_SEPARATORS:
             message = f"the body has more than {MAX_SEPARATORS} commas, colons and brackets"
             raise ApiError(413, message, code="too_many_values")
+        for start, reason in NOT_JSON.items():
+            if body.startswith(start):
+                raise ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
         try:
             return from_json(body, allow_inf_nan=False)
         except ValueError as error:
             raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+
+
+def _host_refusal(header: str) -> str:
+    """The reason for which a Host header is refused, with the option that would accept it."""
+    name = host_of(header[:100])
+    remedy = f"start it with --allow-host {shlex.quote(name)}"
+    if not HOST.fullmatch(name):
+        remedy = "no host can have it, and only --allow-host '*' accepts it"
+    return f"the Host {header[:100]!r} is not a name of this server: {remedy}"
 
 
 async def _has_key(request: Request, key: str) -> bool:

@@ -32,6 +32,11 @@ class Metrics:
         for outcome in ("generated", "failed", "abandoned"):
             self.images.labels(outcome)
 
+    @property
+    def resident_bytes(self) -> float | None:
+        """The memory of this process; None where the system does not report it in /proc."""
+        return self.registry.get_sample_value("process_resident_memory_bytes")
+
     def page(self) -> bytes:
         """The text of /metrics."""
         return generate_latest(self.registry)

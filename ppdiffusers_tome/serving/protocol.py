@@ -56,7 +56,7 @@ class ImageFields(Strict):
     """The fields that all requests for images share."""
 
     prompt: str
-    model: str | None = Field(None, max_length=500, description="the name in GET /v1/models")
+    model: str | None = Field(None, max_length=500, description="the name in GET /v1/models; empty: that one")
     n: Integer | None = Field(None, description="images, 1 if absent; they get seed, seed + 1, …, modulo 2**32")
     size: str | None = Field(None, description='"WIDTHxHEIGHT" in pixels; "auto" or absent: the first exported')
     seed: Integer | None = Field(None, description="random if absent; the answer contains it")
@@ -70,11 +70,11 @@ class ImageFields(Strict):
     merge_map: bool | None = Field(None, description="with `stream`: also answer which tokens merged at the last step")
     stream: bool | None = Field(None, description="answer with server-sent events: progress, then the images")
     user: str | None = Field(None, max_length=500, description="accepted and ignored")
-    response_format: Literal["b64_json", "url"] | None = Field(
+    response_format: Literal["b64_json", "url", ""] | None = Field(
         None, description="url: a data URL, because no image is stored. b64_json if absent, except for DALL-E's names"
     )
-    # OpenAI's fields of which this server supports one value.
-    output_format: Literal["png"] | None = None
+    # OpenAI's fields of which this server supports one value. Clients send an empty text for none.
+    output_format: Literal["png", ""] | None = None
     partial_images: Annotated[Integer, Field(json_schema_extra={"enum": [0]})] | None = None
     # OpenAI's fields that are ignored, because an image without what they ask for is still useful: see `IGNORED`.
     background: str | None = Field(None, max_length=100, description="ignored")
@@ -94,7 +94,9 @@ class ImageFields(Strict):
 class ImageRequest(ImageFields):
     """Images to generate."""
 
-    image: str | None = Field(None, description="to start from: PNG, JPEG or WEBP in base64 or a data URL")
+    image: str | None = Field(
+        None, description="to start from: PNG, JPEG or WEBP in base64 or a data URL; empty: none"
+    )
 
 
 class EditRequest(ImageFields):

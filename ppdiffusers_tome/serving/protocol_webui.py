@@ -27,12 +27,13 @@ OFF: dict[str, tuple[Any, ...]] = {
     "s_min_uncond": (0,),
     "s_noise": (0, 1),
     "scheduler": ("", "automatic", "Automatic", "normal", "Normal"),  # some clients send "normal" by default
-    "script_name": ("",),
+    "script_name": ("", "None"),
     "sd_vae": ("", "Automatic", "None"),
     "styles": ([],),
     "subseed_strength": (0,),
     "tiling": (False,),
 }
+UNIT_SWITCHES = ("enabled", "enable", "is_enabled", "ad_tab_enable")  # of ControlNet, AnimateDiff and ADetailer
 
 
 def _show_off(schema: dict[str, Any], model: "type[Lenient]") -> None:
@@ -55,7 +56,8 @@ class Lenient(BaseModel):
     def _refuse_unsupported(cls, value: Any, info: ValidationInfo) -> Any:
         allowed = cls.off.get(info.field_name or "")
         if allowed is not None and value is not None and value not in allowed:
-            raise ValueError(f"only {' or '.join(map(json.dumps, allowed))} is supported")
+            those = f", and {', '.join(value)[:100]} is on" if isinstance(value, dict) else ""
+            raise ValueError(f"only {' or '.join(map(json.dumps, allowed))} is supported{those}")
         return value
 
 
@@ -73,6 +75,32 @@ class Options(Lenient):
     CLIP_stop_at_last_layers: int | None = None
 
 
+def _is_off(script: Any) -> bool:
+    """Whether a script does nothing with the arguments that a client sends for it.
+
+    By a convention of such scripts, the first boolean among them switches it on, and an object is a unit with a switch
+    of its own. Without arguments a script has the defaults of its user interface, in which it is off.
+    """
+    arguments = script.get("args") if isinstance(script, dict) else script
+    if not isinstance(arguments, list):
+        return not arguments
+    given = [argument for argument in arguments if argument is not None]
+    if not given or next((argument for argument in given if isinstance(argument, bool)), True) is False:
+        return True
+    units = [argument for argument in given if isinstance(argument, dict)]
+    return bool(units) and all(map(_is_unit_off, units))
+
+
+def _is_unit_off(unit: dict[str, Any]) -> bool:
+    return unit.get("ad_model") == "None" or any(unit.get(name) is False for name in UNIT_SWITCHES)
+
+
+# Clients send the entries of a user interface that are off. What is left of them must be empty, see `OFF`.
+Styles = Annotated[list[str], AfterValidator(lambda styles: [name for name in styles if name not in ("", "None")])]
+Scripts = Annotated[
+    dict[str, Any],
+    AfterValidator(lambda scripts: {name: script for name, script in scripts.items() if not _is_off(script)}),
+]
 Integer = Annotated[int, Field(ge=-(2**53), le=2**53)]  # as large as JSON's readers agree on
 Pixels = Annotated[int, Field(ge=0, le=8192)]
 OnlyOff = Annotated[int, Field(ge=-(2**53), le=0)]  # a number that switches a feature on where it is positive
@@ -83,7 +111,7 @@ class TextRequest(Lenient):
 
     prompt: str | None = ""
     negative_prompt: str | None = ""
-    styles: list[str] | None = []
+    styles: Styles | None = []
     seed: int | None = Field(-1, ge=-1, le=MAX_SEED, description="-1 or null: random; the answer contains it")
     subseed: Integer | None = Field(-1, description="ignored, because subseed_strength is 0")
     subseed_strength: float | None = 0
@@ -116,7 +144,7 @@ class TextRequest(Lenient):
     refiner_switch_at: float | None = Field(None, description="ignored, because there is no refiner")
     script_name: str | None = None
     script_args: list[Any] | None = Field([], description="ignored, because there is no script")
-    alwayson_scripts: dict[str, Any] | None = {}
+    alwayson_scripts: Scripts | None = {}
     infotext: str | None = None
     override_settings: Options | None = None
     override_settings_restore_afterwards: bool | None = Field(True, description="false: they become the server's")
@@ -237,3 +265,36 @@ class ProgressResponse(BaseModel):
     state: ProgressState
     current_image: None = None
     textinfo: None = None
+
+
+class PngInfoRequest(BaseModel):
+    image: str = Field(description="PNG, JPEG or WEBP in base64 or a data URL")
+
+
+class PngInfoResponse(BaseModel):
+    """How an image was made; empty if it does not say so."""
+
+    info: str  # the text chunk `parameters`
+    items: dict[str, str]  # the other texts
+    parameters: dict[str, str]  # those in `info`
+
+
+class EmbeddingsResponse(BaseModel):
+    """An exported folder has none."""
+
+    loaded: dict[str, Any] = {}
+    skipped: dict[str, Any] = {}
+
+
+class FlagsResponse(BaseModel):
+    """The flags of stable-diffusion-webui's command line that mean something here."""
+
+    api: bool = True
+    nowebui: bool
+
+
+class MemoryResponse(BaseModel):
+    """Bytes, or an `error` where they are not known."""
+
+    ram: dict[str, float | str]  # free, used by this process, total
+    cuda: dict[str, str] = {"error": "unavailable"}

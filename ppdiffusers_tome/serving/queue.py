@@ -11,7 +11,7 @@ from time import monotonic
 
 from PIL.Image import Image
 
-from ..errors import ParameterError, ToMeError
+from ..errors import ExportChangedError, ParameterError, ToMeError
 from ..generation.engine import Engine
 from ..generation.jobs import (
     MAX_LOST_ENGINES,
@@ -97,10 +97,11 @@ class ImageQueue:
         self.is_closed = False
         self._pace = 0.0  # seconds per cost of the latest calls
         self._failures = 0  # in a row
+        self._has_changed = False  # whether the export is not the one that was loaded
         self.failure: BaseException | None = None  # why the state is "failed"
         self._engines: list[Engine] = []  # loaded, and not known to be lost; oldest first
         # Attributes that all engines share. They are copied, because any engine may be lost.
-        self.sampler = "not loaded"  # the scheduler's name in Stable Diffusion's user interfaces
+        self.sampler = ""  # the scheduler's name in Stable Diffusion's user interfaces, once an engine is loaded
         self.methods: Mapping[float, str] = {}  # how tokens merge, in words, by ratio
         self._threads = [
             threading.Thread(target=self._work, args=(number >= min_engines,), name=f"images-{number}")
@@ -127,6 +128,8 @@ class ImageQueue:
     @property
     def unhealthy_reason(self) -> str | None:
         """The reason to replace the process; None while it works."""
+        if self._has_changed:
+            return "the files of the model have changed since it was loaded"
         if self.state == "failed":
             return "the model could not be loaded, or the image thread has ended"
         if (seconds := self.progress().seconds) > self._stuck_seconds:
@@ -215,13 +218,17 @@ class ImageQueue:
                 thread.join(None if end is None else max(0.0, end - monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
+    def check_ready(self) -> None:
+        """Raise UnavailableError unless jobs are accepted."""
+        if self.state == "draining":
+            raise UnavailableError("the server is shutting down", retry_after=10)
+        if self.state != "ready":
+            raise UnavailableError(f"the server is not ready: {self.state}", retry_after=5)
+
     def _reserve(self, images: int) -> None:
         """Reserve places for images until the image that they start from is decoded."""
         with self._changed:
-            if self.state == "draining":
-                raise UnavailableError("the server is shutting down", retry_after=10)
-            if self.state != "ready":
-                raise UnavailableError(f"the server is not ready: {self.state}", retry_after=5)
+            self.check_ready()
             missing = len(self._waiting) + self._reserved + images - self._capacity
             if missing > 0:
                 message = f"{len(self._waiting)} images wait, and the queue holds {self._capacity}"
@@ -249,6 +256,7 @@ class ImageQueue:
         except BaseException as error:
             if self.is_closed:
                 return
+            self._note_change(error)
             logger.error("an image thread has ended: %s", error, exc_info=not isinstance(error, ToMeError))
             with self._changed:
                 self._busy_threads -= 1
@@ -350,6 +358,7 @@ class ImageQueue:
             self._repeat(tickets)
             raise
         except Exception as error:
+            self._note_change(error)
             if not isinstance(error, JobError):
                 logger.exception("generating %d images failed", len(tickets))
             if len(tickets) > 1:
@@ -365,6 +374,11 @@ class ImageQueue:
         finally:
             with self._changed:
                 self._calls.remove(call)
+
+    def _note_change(self, error: BaseException) -> None:
+        """Record an error that stays until the process is replaced, even if programs in memory still generate."""
+        if isinstance(error, ExportChangedError):
+            self._has_changed = True
 
     def _deliver(self, call: Call, images: Sequence[GeneratedImage]) -> None:
         """Record the pace and the duration of a call that has ended, and hand over its images."""
@@ -386,7 +400,8 @@ class ImageQueue:
 
     def _check_model(self, engine: Engine, job: Job) -> None:
         """Count a failure if the model fails on a plain job too, so that no client can make /health fail."""
-        plain = Job("", job.height, job.width, job.ratio, seed=0, steps=2)
+        # Few steps, but as many as any scheduler needs: it has those of the job.
+        plain = Job("", job.height, job.width, job.ratio, seed=0, steps=min(job.steps, 4))
         failures = 0
         try:
             engine.generate([plain], lambda *step: self.is_closed)

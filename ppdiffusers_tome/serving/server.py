@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from ..errors import ToMeConfigError, ToMeError
-from .app_config import url_of
+from .app_config import AppConfig, url_of
 from .http_protocol import HttpProtocol
 from .queue import ImageQueue
 
@@ -34,6 +34,7 @@ def serve(
     port: int = 8000,
     seconds: float = 120,
     on_ready: Callable[[str], None] | None = None,
+    keep_alive: float = AppConfig.keep_alive_seconds,
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
@@ -47,12 +48,13 @@ def serve(
         host, port: address to listen on; port 0 selects a free one, which is logged.
         seconds: longest time from the first signal to the end.
         on_ready: called once with the address for a browser on this machine, when the model is loaded.
+        keep_alive: seconds without a request after which a connection is closed.
 
     Raises:
         ServerFailedError: the model could not be loaded, or the image thread has ended.
         ToMeConfigError: the server cannot listen on the address.
     """
-    server = DrainingServer(app, queue, seconds)
+    server = DrainingServer(app, queue, seconds, keep_alive)
     listener = listen(host, port)
     if on_ready is not None:
         server.on_ready = partial(on_ready, url_of(host, listener.getsockname()[1]))
@@ -97,8 +99,15 @@ def listen(host: str, port: int) -> socket.socket:
 class DrainingServer(uvicorn.Server):
     """Ends when the queue is idle after a signal, `seconds` after it, or when the queue has failed."""
 
-    def __init__(self, app: FastAPI, queue: ImageQueue, seconds: float = 120) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        queue: ImageQueue,
+        seconds: float = 120,
+        keep_alive: float = AppConfig.keep_alive_seconds,
+    ) -> None:
         options: dict[str, Any] = {"http": HttpProtocol, "ws": "none", "loop": "asyncio", "lifespan": "off"}
+        options["timeout_keep_alive"] = keep_alive
         super().__init__(uvicorn.Config(app, **options, server_header=False, proxy_headers=False))
         self.end = 0.0  # by time.monotonic(), after a signal
         self.on_ready: Callable[[], None] | None = None  # called once, when the queue is ready

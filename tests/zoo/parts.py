@@ -183,3 +183,11 @@ def sdxl(**changes):
         "scheduler": scheduler,
     }
     return {**{name: build() for name, build in builders.items() if name not in changes}, **changes}
+
+
+def sdxl_refiner():
+    """The arguments of an image-to-image pipeline over SDXL's refiner: one text encoder; a score, no target size."""
+    changes = {**ONE_LEVEL, **ONE_DEPTH, "cross_attention_dim": HIDDEN}
+    changes["projection_class_embeddings_input_dim"] = 5 * SDXL["addition_time_embed_dim"] + HIDDEN
+    components = sdxl(unet=unet(**{**SDXL, **changes}), text_encoder=None, tokenizer=None)
+    return {**components, "requires_aesthetics_score": True, "add_watermarker": False}

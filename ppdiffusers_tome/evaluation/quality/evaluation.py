@@ -11,17 +11,18 @@ from zipfile import BadZipFile
 import numpy as np
 from tqdm.auto import tqdm
 
+from ...comparison.arms import psnr
+from ...comparison.results import make_result
+from ...comparison.sheets import image_paths
 from ...errors import ToMeConfigError
 from ...families.models import denoisers, find_blocks
 from ...files import write_file
 from ...generation.offline import MakeImageBackend
 from ..cache import digest, warn_of_damage
-from ..results import make_result
 from .image_generation import check_model, claim_folder, generate_images, image_folder, load_model, read_images
 from .image_sets import OTHER_SEEDS, PLAIN_IMAGES, Evaluation, ImageSet
-from .metrics import blur, kid, load_fid, psnr, ssim
+from .metrics import blur, kid, load_fid, ssim
 from .networks import EFFICIENTNET, STLPIPS, efficientnet_features, st_lpips
-from .sheets import image_paths
 
 PAIRS = ("psnr", "ssim", "perceptual")  # measures of an image and its plain one
 SIGMA = 1.0  # px: a blur that is visible at once

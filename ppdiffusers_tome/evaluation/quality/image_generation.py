@@ -1,6 +1,5 @@
 """Generates all image sets of an evaluation from the same noise, in a folder that a repeated run continues."""
 
-import inspect
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -16,20 +15,18 @@ from PIL import Image
 from ppdiffusers import DiffusionPipeline, StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 from tqdm.auto import tqdm
 
+from ...comparison.environment import commit, model_files, sources, versions
+from ...comparison.results import read_json, write_result
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError, ToMeError, ToMeExportError
-from ...families.grids import latent_grid
-from ...families.models import vae_factor
 from ...generation.engine import Engine, load_engine
 from ...generation.jobs import GeneratedImage, Job
 from ...generation.offline import ImageBackend, MakeImageBackend, generate
 from ...inference import Size, read_manifest
 from ...inference.export import unmerged_programs, write_export
-from ...inference.loading import ModelDefaults, load_for_export, read_defaults
+from ...inference.loading import load_for_export
 from ...inference.manifest import MANIFEST
 from ..cache import Cache, digest, program_key, warn_of_damage
-from ..environment import commit, model_files, sources, versions
-from ..results import read_json, write_result
 from ..speed.cases import EAGER, PLAIN, PROGRAM_FORMATS, PROGRAMS, TOME
 from .image_sets import Evaluation, ImageSet
 
@@ -44,30 +41,6 @@ def load_model(model: str) -> DiffusionPipeline:
 _load = lru_cache(maxsize=1)(partial(load_for_export, safety_checker=False))
 
 
-def model_defaults(model: str, pipe: DiffusionPipeline | None = None) -> ModelDefaults:
-    """A model's own size, steps and guidance scale: of `read_defaults`, then its denoiser's size and its pipeline's.
-
-    Args:
-        model: folder or hub name.
-        pipe: its pipeline; None to load it.
-
-    Raises:
-        ToMeConfigError: as `read_defaults`, or one of them is not known.
-        ToMeExportError: the model cannot be loaded.
-    """
-    pipe, own = load_model(model) if pipe is None else pipe, read_defaults(Path(model))
-    parameters = inspect.signature(type(pipe).__call__).parameters
-    grid = latent_grid(vars(pipe).get("unet") or vars(pipe).get("transformer"))
-    values: dict[str, Any] = {"size": grid and max(grid) * vae_factor(pipe)}
-    for name, parameter in (("steps", "num_inference_steps"), ("guidance_scale", "guidance_scale")):
-        values[name] = parameters[parameter].default if parameter in parameters else None
-    values |= {name: value for name, value in vars(own).items() if value is not None}
-    for name in ("size", "steps", "guidance_scale"):
-        if values[name] is None:
-            raise ToMeConfigError(f"{model} has no {name} of its own: pass --{name.replace('_', '-')}.")
-    return ModelDefaults(**values)
-
-
 def _absolute(model: str) -> str:
     """The model as processes in other working directories can load it."""
     return str(Path(model).resolve()) if Path(model).is_dir() else model
@@ -78,8 +51,7 @@ def check_model(evaluation: Evaluation) -> None:
     pipe = load_model(evaluation.model)
     kind = f"{evaluation.model} is a {type(pipe).__name__}"
     if not hasattr(pipe, "image_processor"):
-        page = "docs/development/families.md has code that measures videos"
-        raise ToMeConfigError(f"{kind}, whose outputs are no images: {page}.")
+        raise ToMeConfigError(f"{kind}, whose outputs are no images, and evaluate measures images alone.")
     if "unet" not in pipe.components and evaluation.backend != EAGER:
         raise ToMeConfigError(f"{kind} without a UNet, which is not exported: pass --backend eager.")
     if evaluation.strength is not None and type(pipe) is not StableDiffusionPipeline:

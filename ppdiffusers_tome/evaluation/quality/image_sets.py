@@ -2,21 +2,19 @@
 
 import csv
 import math
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import skimage.data
 from PIL import Image, ImageOps
 
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError
-from ...generation.jobs import MAX_SEED, Job, Limits, seed_after
-from ...generation.prompt_file import Prompt, read_prompts
-from ...inference.manifest import Size
+from ...generation import prompt_file
+from ...generation.jobs import MAX_SEED, Job, seed_after
+from ...generation.prompt_file import Prompt, model_prompts
 from ..speed.cases import IN_FP32
 
 RATIOS = (0.1, 0.25, 0.5, 0.75)
@@ -25,8 +23,6 @@ ABLATIONS = ("use_rand", "max_downsample", "layers")
 LAYERS = (("crossattn",), ("mlp",), ("crossattn", "mlp"))  # that merge beside self-attention
 MIN_SIZE = 21  # px: ST-LPIPS reflects borders, and in smaller images the third is wider than the feature map
 COLUMN = "Prompt"  # the column of PartiPrompts' table
-PROMPTS = "prompts.txt"  # in a model's folder: what it can show
-GENERAL_PROMPTS = Path(__file__).with_name("general_prompts.txt")
 
 
 @dataclass(frozen=True)
@@ -91,6 +87,8 @@ class Evaluation:
 @cache
 def photograph(name: str, size: int) -> Image.Image:
     """The middle of one of scikit-image's photographs, as a square RGB image of `size` px."""
+    import skimage.data  # here, because only the images of `--strength` need it
+
     path = next(Path(skimage.data.__file__).parent.glob(f"{name}.*"))
     return ImageOps.fit(Image.open(path).convert("RGB"), (size, size), Image.Resampling.LANCZOS)
 
@@ -162,8 +160,7 @@ def read_texts(path: Path) -> list[str]:
         ToMeConfigError: the file cannot be read, or holds no prompt or one that is not allowed.
     """
     if path.suffix != ".tsv":
-        any_length = Limits((Size(1, 1),), (0.0,), prompt_characters=100_000)
-        return [prompt.job.prompt for prompt in read_prompts(path, Job("", 1, 1, 0.0, seed=0), any_length)]
+        return prompt_file.read_texts(path)
     try:
         with path.open(encoding="utf-8", newline="") as lines:
             table = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
@@ -176,16 +173,12 @@ def read_texts(path: Path) -> list[str]:
 
 
 def prompts_of(model: str, file: Path | None = None) -> list[str]:
-    """The prompts in a file; without one, those of the model's folder, or GENERAL_PROMPTS if it has none.
+    """The prompts in a file; without one, those of `model_prompts`.
 
     Raises:
         ToMeConfigError: as `read_texts`.
     """
-    own = Path(model) / PROMPTS
-    if file is None and not own.is_file():
-        print(f"{own} does not exist: general prompts are used; --prompts names others", file=sys.stderr)
-        own = GENERAL_PROMPTS
-    return read_texts(file or own)
+    return model_prompts(model, "--prompts") if file is None else read_texts(file)
 
 
 def with_seeds(texts: Sequence[str], count: int, seed: int) -> tuple[tuple[str, int], ...]:

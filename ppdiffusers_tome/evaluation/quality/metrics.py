@@ -1,4 +1,4 @@
-"""Measures of two images (PSNR, SSIM) and of two sets of images (KID, FID)."""
+"""Measures of two images (SSIM) and of two sets of images (KID, FID)."""
 
 import importlib
 from collections.abc import Callable
@@ -6,18 +6,12 @@ from pathlib import Path
 
 import numpy as np
 from skimage.filters import gaussian
-from skimage.metrics import peak_signal_noise_ratio, structural_similarity
+from skimage.metrics import structural_similarity
 
 from ...errors import ToMeError
 
 SUBSETS = 100  # pairs of subsets that KID compares
 MAX_SUBSET = 1000  # images
-
-
-def psnr(a: np.ndarray, b: np.ndarray) -> float:  # [H, W, 3] uint8 both
-    """Peak signal-to-noise ratio in dB, higher is closer; infinite for equal images."""
-    with np.errstate(divide="ignore"):
-        return float(peak_signal_noise_ratio(a, b, data_range=255))
 
 
 def ssim(a: np.ndarray, b: np.ndarray) -> float:  # [H, W, 3] uint8 both, H and W at least 7

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ...comparison.clock import quartiles
+from ...comparison.results import check_result
+from ...comparison.sheets import GAIN, evenly_spaced, write_sheet
 from ...config import ToMeConfig, upgraded
 from ...wording import method_in_words
-from ..clock import quartiles
 from ..markdown import TEMPLATES, write_page
 from ..plotting import save_figure
-from ..results import check_result
 from .quality_plots import plot_against_ratio
-from .sheets import GAIN, evenly_spaced, write_sheet
 
 OTHER_SEEDS = "plain, other seeds"  # a calibration that every result has
 KID = {"to plain, other seeds": "kid_others", "to real": "kid_real"}  # reference → column of the frame

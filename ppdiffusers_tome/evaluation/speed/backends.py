@@ -1,5 +1,6 @@
 """Eager Paddle and exported programs: each computes and times the arms of a workload."""
 
+import json
 import os
 import shutil
 from abc import ABC, abstractmethod
@@ -14,17 +15,19 @@ from paddle import nn
 from ppdiffusers.models.attention_processor import Attention, AttnProcessor, SlicedAttnProcessor
 
 from ...attach.attach import attach, detach
+from ...comparison.clock import seconds_of
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError
 from ...grid import Grid
+from ...files import write_file
 from ...inference import ProgramFile, Size, choose_runtime, load_pipeline
 from ...inference.conversion import Converter
 from ...inference.export import share_weights, unmerged_programs, write_export
-from ...inference.manifest import MANIFEST, ONNX_WEIGHTS
+from ...inference.folder import ONNX_WEIGHTS, ExportedFolder
+from ...inference.manifest import MANIFEST
 from ...inference.onnx_weights import SharedWeights
 from ...inference.tracing import save
 from ..cache import Cache, program_key
-from ..clock import seconds_of
 from .cases import PLANNED, PROGRAMS, Arm
 from .memory import available_bytes, current_bytes, limited, peak_bytes
 from .workloads import PipelineWorkload, Workload, as_array
@@ -180,7 +183,7 @@ class ProgramBackend(Backend):
             self._cache.store_program(file, key)
 
         def load() -> Run:
-            program = self._runtime.load(self.programs, file)
+            program = self._runtime.load(ExportedFolder(self.programs), file)
             return lambda is_short: program(**workload.inputs)[0]
 
         return load
@@ -193,9 +196,11 @@ class ProgramBackend(Backend):
             if params != own:
                 os.link(params, own)
             return file
-        weights = SharedWeights(self.programs / f"shared{ONNX_WEIGHTS}", self.programs / "weights.json")
+        index = self.programs / "weights.json"
+        places = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else {}
+        weights = SharedWeights(self.programs / f"shared{ONNX_WEIGHTS}", places)
         weights.move(self.programs / file.onnx, self.programs / f"{key}.onnx")
-        weights.save_index()
+        write_file(index, json.dumps(weights.places))
         shutil.rmtree(self.programs / key)
         return replace(file, program=None, params=None, onnx=f"{key}.onnx")
 

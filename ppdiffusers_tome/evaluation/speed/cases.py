@@ -14,11 +14,11 @@ from typing import Any
 import paddle
 
 from ...attach.placement import tokens_kept
+from ...comparison.results import check_result
 from ...config import ToMeConfig, upgraded
 from ...errors import ToMeConfigError
 from ...inference import RUNTIMES
 from ...wording import method_in_words
-from ..results import check_result
 from .architectures import Architecture, architecture_of
 
 PLAIN, MEMORY_EFFICIENT, TOME, BOTH = "plain", "memory-efficient", "tome", "both"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pandas as pd
 
+from ...comparison.results import read_json
 from ...errors import ToMeConfigError
-from ..results import read_json
 from .cases import ARM_NAMES, BACKENDS, BOTH, MEMORY_EFFICIENT, PLAIN, TOME, read_cases
 
 CASE = ["model", "scope", "size", "batch", "dtype", "steps", "guidance_scale", "memory_limit_gb"]  # equal if repeated

@@ -12,11 +12,11 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from ...comparison.environment import describe_environment, model_files, sources, versions
+from ...comparison.results import make_result, write_result
 from ...errors import ToMeError
 from ...inference.runtime import error_summary
 from ..cache import Cache, programs_of
-from ..environment import describe_environment, model_files, sources, versions
-from ..results import make_result, write_result
 from . import worker
 from .cases import ERROR, OUT_OF_MEMORY, PLANNED, Case, Timing
 from .catalog import CATALOG, Catalog

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from paddle.base import core
 
+from ...comparison.clock import order_of_round
 from ...inference.runtime import error_summary
-from ..clock import order_of_round
 from .backends import Backend
 from .cases import ERROR, MEASURED, OUT_OF_MEMORY, PLANNED, Arm, Case, Timing
 from .catalog import CATALOG, Catalog

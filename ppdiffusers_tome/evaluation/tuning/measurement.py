@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from ...comparison.environment import describe_environment
 from ...config import ToMeConfig
 from ...errors import ToMeError
 from ...generation.offline import generate_here
 from ..cache import Cache, digest, programs_of
-from ..environment import describe_environment
 from ..quality.evaluation import Measurer
 from ..quality.image_generation import export_programs, fingerprint, generate_images
 from ..quality.image_sets import PLAIN_IMAGES, Evaluation, ImageSet

@@ -8,11 +8,11 @@ from typing import Any
 
 import pandas as pd
 
+from ...comparison.clock import quartiles
+from ...comparison.environment import commit, describe_environment
 from ...config import ToMeConfig
 from ...families.grids import grid_at
 from ...wording import method_in_words
-from ..clock import quartiles
-from ..environment import commit, describe_environment
 from ..markdown import NOT_MEASURED
 from ..plotting import save_figure
 from ..quality.quality_plots import is_on_frontier, plot_frontier

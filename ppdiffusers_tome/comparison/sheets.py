@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageChops, ImageDraw, ImageFont
 
-from ...errors import ToMeConfigError
+from ..errors import ToMeConfigError
 
 SHOWN = 6  # images of each setting on a sheet
 GAIN = 4  # factor that makes difference maps brighter

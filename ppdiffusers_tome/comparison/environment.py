@@ -14,7 +14,7 @@ import paddle
 
 from .._version import __version__
 from ..cores import usable_cores
-from ..inference.manifest import sha256
+from ..inference.folder import sha256
 
 PACKAGE = Path(__file__).parents[1]
 NOT_HASHED = ("_version.py", "cli.py", "commands", "serving")  # in PACKAGE: they do not affect results

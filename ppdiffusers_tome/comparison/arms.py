@@ -1,25 +1,32 @@
 """Compare a pipeline's plain and merged images: the same prompts and noise, and steps that are timed in turn."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import Any
 
 import numpy as np
 import paddle
+import paddle.nn.functional as F
+import ppdiffusers
 from PIL import Image
 from ppdiffusers import DiffusionPipeline
 
 from ..config import ToMeConfig
 from ..errors import ToMeConfigError
+from ..inference.manifest import Size
 from ..summary import ToMeSummary
 from .clock import now, order_of_round, ratio_within_rounds
-from .quality.metrics import psnr
-from .quality.sheets import make_sheet
-from .speed.cases import PLAIN
+from .sheets import make_sheet
 
+PLAIN = "plain"
 ROUNDS = 5  # steps of each arm that are timed
+# What a pipeline must take: a text, the arguments of `Scene`, and a function that it calls after each step.
+PARAMETERS = ("prompt", "height", "width", "num_inference_steps", "guidance_scale", "callback_on_step_end")
+# Parameters of pipelines for which a text is not enough, or that generate no images, unless `Scene.inputs` has them.
+OTHER_PARAMETERS = {"image": "needs an image", "num_frames": "generates videos"}
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,7 @@ class Scene:
 
     Args:
         prompts: one image each.
-        size: px, height and width.
+        size: of the images.
         steps: denoising steps.
         guidance_scale: weight of classifier-free guidance.
         seed: of the noise, the same for every image.
@@ -36,7 +43,7 @@ class Scene:
     """
 
     prompts: Sequence[str]
-    size: int
+    size: Size
     steps: int
     guidance_scale: float
     seed: int = 0
@@ -45,7 +52,7 @@ class Scene:
     def generate(self, pipe: DiffusionPipeline, prompt: str, **changes: Any) -> Image.Image:
         """One image; `changes` replace or add arguments of the pipeline."""
         paddle.seed(self.seed)
-        settings = {"height": self.size, "width": self.size, "guidance_scale": self.guidance_scale}
+        settings = {**self.size._asdict(), "guidance_scale": self.guidance_scale}
         settings |= {"num_inference_steps": self.steps, **self.inputs, **changes}
         return pipe(prompt, **settings).images[0]
 
@@ -94,6 +101,39 @@ class Arm:
         }
 
 
+def psnr(a: np.ndarray, b: np.ndarray) -> float:  # [H, W, 3] uint8 both
+    """Peak signal-to-noise ratio in dB, higher is closer; infinite for equal images."""
+    error = float(np.mean((a.astype(np.float64) - b) ** 2))
+    return 10 * math.log10(255**2 / error) if error else math.inf
+
+
+def check_pipeline(pipeline: type[DiffusionPipeline], inputs: Collection[str] = ()) -> None:
+    """Raise unless pipelines of this class can be compared.
+
+    Args:
+        pipeline: the class.
+        inputs: the names of `Scene.inputs`.
+
+    Raises:
+        ToMeConfigError: they lack one of PARAMETERS or have one of OTHER_PARAMETERS, or run on GPUs only.
+    """
+    parameters = inspect.signature(pipeline.__call__).parameters
+    reasons = [why for name, why in OTHER_PARAMETERS.items() if name in parameters and name not in inputs]
+    reasons += [f"has no {name}" for name in PARAMETERS if name not in parameters]
+    if reasons:
+        raise ToMeConfigError(
+            f"{pipeline.__name__} {reasons[0]}, so it cannot be compared: compare generates images from text with "
+            "pipelines that report their steps, such as those of Stable Diffusion, SDXL and Stable Diffusion 3, and "
+            "with a ControlNet of Stable Diffusion."
+        )
+    if pipeline.__name__.startswith("StableDiffusion3") and not hasattr(F, "scaled_dot_product_attention_"):
+        raise ToMeConfigError(
+            f"{pipeline.__name__} cannot be compared on this machine: ppdiffusers {ppdiffusers.__version__} defines "
+            "the attention that it calls on GPUs only. On a CPU, compare generates images with Stable Diffusion and "
+            "SDXL."
+        )
+
+
 def compare(
     pipe: DiffusionPipeline,
     scene: Scene,
@@ -113,22 +153,21 @@ def compare(
         The arms; the first one is plain.
 
     Raises:
-        ToMeConfigError: the pipeline does not report its steps.
+        ToMeConfigError: as `check_pipeline`.
         NoMergeableLayerError: a config merges nothing in this pipeline. In both cases nothing was generated.
     """
-    if "callback_on_step_end" not in inspect.signature(type(pipe).__call__).parameters:
-        name = type(pipe).__name__
-        raise ToMeConfigError(f"{name} has no callback_on_step_end, by which steps are timed: it cannot be compared.")
+    check_pipeline(type(pipe), scene.inputs)
     rounds = ROUNDS if rounds is None else rounds
     arms = []
     for config in (None, *configs):
         with pipe.tome(config=config or ToMeConfig(ratio=0.0)):
-            arms.append(Arm(config, pipe.tome_summary(height=scene.size, width=scene.size)))
+            arms.append(Arm(config, pipe.tome_summary(**scene.size._asdict())))
     try:
         report(f"{len(arms) * (rounds + 1)} steps for the times")
         _time_steps(pipe, scene, arms, rounds)
         for arm in arms:
-            report(f"{len(scene.prompts)} images, {arm.name}")
+            count = len(scene.prompts)
+            report(f"{count} image{'s' if count > 1 else ''}, {arm.name}")
             arm.switch_on(pipe)
             arm.images = [scene.generate(pipe, prompt) for prompt in scene.prompts]
     finally:
@@ -175,4 +214,4 @@ def draw_sheet(arms: Sequence[Arm], scene: Scene) -> Image.Image:
     rows = [(f"{arm.name}\n{median(arm.step_seconds):.2f} s/step", arm.images) for arm in arms]
     if (condition := scene.inputs.get("image")) is not None:
         rows.insert(0, ("input", [condition] * len(scene.prompts)))
-    return make_sheet(rows, scene.prompts, scene.size)
+    return make_sheet(rows, scene.prompts, max(scene.size))

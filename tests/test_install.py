@@ -1,0 +1,145 @@
+"""What the package imports is declared in setup.py, and constraints.txt has the versions of the lock files."""
+
+import ast
+import re
+import runpy
+import subprocess
+import sys
+from functools import cache
+from importlib.metadata import packages_distributions
+
+import pytest
+import setuptools
+from markdown_text import ROOT
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import ppdiffusers_tome
+from ppdiffusers_tome.cli import _parser
+
+PACKAGE = ROOT / "ppdiffusers_tome"
+PADDLE = "paddlepaddle"  # of the extras cpu and gpu, one of which every environment has
+PART_OF = {"starlette": "fastapi", "h11": "uvicorn", "pydantic-core": "pydantic"}  # installed with what is declared
+# pip asks for these by names that the lock files replace or leave out.
+FOR_PIP_ALONE = {"ligo-segments", "opencv-python", "openvino-telemetry"}
+
+# Imports of this package alone are checked, because ppdiffusers brings many packages that it uses itself.
+HELP = """
+import builtins, sys
+
+allowed, commands = [names.split(",") for names in sys.argv[1:]]
+allowed, original = {*allowed, *sys.stdlib_module_names}, builtins.__import__
+
+def checked_import(name, globals=None, locals=None, fromlist=(), level=0):
+    importer = str((globals or {}).get("__name__"))
+    if level == 0 and importer.partition(".")[0] == "ppdiffusers_tome" and name.partition(".")[0] not in allowed:
+        raise ModuleNotFoundError(f"{importer} imports {name}, which install_requires does not bring")
+    return original(name, globals, locals, fromlist, level)
+
+builtins.__import__ = checked_import
+from ppdiffusers_tome.cli import main
+
+for command in [[], *([name] for name in commands)]:
+    try:
+        main([*command, "--help"])
+    except SystemExit as end:
+        assert end.code == 0
+"""
+
+
+@cache
+def metadata():
+    """The arguments of setup()."""
+    arguments = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setuptools, "setup", arguments.update)
+        runpy.run_path(str(ROOT / "setup.py"))
+    return arguments
+
+
+def names(requirements):
+    return {canonicalize_name(Requirement(text).name) for text in requirements}
+
+
+def modules_of(distributions):
+    """The modules that these distributions bring, as this environment has them; of absent ones that of their name."""
+    brought = {
+        module
+        for module, names_of in packages_distributions().items()
+        if distributions & {canonicalize_name(name) for name in names_of}
+    }
+    return brought | {name.replace("-", "_") for name in distributions}
+
+
+def imported_modules():
+    """Each module of other packages that a module of this package imports, at its top or in a function."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported = [node.module]
+            else:
+                continue
+            for name in imported:
+                if (root := name.partition(".")[0]) not in sys.stdlib_module_names:
+                    yield path.relative_to(PACKAGE).as_posix(), root
+
+
+def test_the_help_of_each_command_needs_only_what_every_installation_brings():
+    assert ppdiffusers_tome.__file__.startswith(str(ROOT))
+    (subparsers,) = (action for action in _parser()._actions if action.dest == "command")
+    allowed = {"ppdiffusers_tome", *modules_of({PADDLE, *names(metadata()["install_requires"])})}
+    assert {"PIL", "tqdm", "paddle", "ppdiffusers", "pydantic"} <= allowed
+    command = [sys.executable, "-W", "ignore", "-c", HELP, ",".join(sorted(allowed)), ",".join(subparsers.choices)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("usage: ") == 1 + len(subparsers.choices)
+
+
+def test_every_import_is_declared():
+    extras = metadata()["extras_require"].values()
+    declared = {PADDLE, *names(metadata()["install_requires"]), *(name for extra in extras for name in names(extra))}
+    allowed = modules_of(declared | {part for part, whole in PART_OF.items() if whole in declared})
+    assert [pair for pair in imported_modules() if pair[1] not in allowed] == []
+
+
+def pins(path):
+    """The versions in a requirements file and those that it includes, by name and marker."""
+    found = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("-r "):
+            found |= pins(path.parent / line.removeprefix("-r "))
+        elif line and not line.startswith("#"):
+            name, version, marker = re.fullmatch(r"([\w.-]+)==([\w.+]+)(?: ; (.+))?", line).groups()
+            assert found.setdefault((canonicalize_name(name), marker), version) == version
+    return found
+
+
+def constraints():
+    return pins(ROOT / "constraints.txt")
+
+
+def test_constraints_are_the_versions_of_the_lock_files():
+    locked = pins(ROOT / "requirements.txt")
+    for path in (PACKAGE / "requirements").glob("*.txt"):
+        locked |= pins(path)
+    assert {pin: version for pin, version in constraints().items() if pin[0] not in FOR_PIP_ALONE} == locked
+    headless = constraints()["opencv-python-headless", None]
+    assert constraints()["opencv-python", None] == headless
+    assert {name for name, _ in constraints()} >= FOR_PIP_ALONE
+
+
+def test_constraints_install_nothing():
+    """pip takes what a file of constraints includes with -r as requirements."""
+    assert not re.search(r"^\s*-", (ROOT / "constraints.txt").read_text(), re.M)
+    commands = re.findall(r"pip install -c (\S+)", (ROOT / "setup.py").read_text())
+    assert commands == ["constraints.txt"]
+
+
+def test_constraints_name_a_version_of_all_that_is_declared():
+    extras = {name: texts for name, texts in metadata()["extras_require"].items() if name != "gpu"}
+    for text in [*metadata()["install_requires"], *(text for texts in extras.values() for text in texts)]:
+        required = Requirement(text)
+        versions = [v for (name, _), v in constraints().items() if name == canonicalize_name(required.name)]
+        assert versions and all(required.specifier.contains(version) for version in versions), text
