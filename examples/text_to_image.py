@@ -10,7 +10,7 @@ from ppdiffusers import StableDiffusionPipeline
 MODEL = str(Path(__file__).parent / "scenes_sd")
 
 pipe = StableDiffusionPipeline.from_pretrained(MODEL, paddle_dtype=paddle.float32)  # float16 on a GPU
-pipe.apply_tome(ratio=0.5)  # merge half of the tokens of the largest feature maps
+pipe.apply_tome(ratio=0.5)  # merge similar tokens of the largest feature maps
 paddle.seed(0)
 image = pipe("a 3d render of fox on red bricks", num_inference_steps=10, guidance_scale=3.0).images[0]
 image.save("text_to_image.png")

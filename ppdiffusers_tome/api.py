@@ -55,11 +55,11 @@ def apply_tome(
     Args:
         target: a ppdiffusers pipeline, or a model such as `pipe.unet`. Merging works in UNets (including those of
             video models, frame by frame, with one dst pattern for all frames) and in the transformers and ControlNets
-            of `families.table`; for anything else the error lists them.
+            of `ppdiffusers_tome.families.table`; for any other target the error lists them.
         ratio: share of the tokens to merge away. The main setting: a higher ratio is faster, and the image differs
-            more from the plain one. None: that of `config`, or the method's default, which is 0.5 for all methods but
-            "todo". The number is nominal: the default method at 0.5 merges 21 % of the queries and 69 % of the keys
-            and values.
+            more from the plain one. None: the ratio of `config`, or the method's default, which is 0.5, and
+            1 - 1/(sx·sy) for "todo". The number is nominal: the default method at 0.5 merges 21 % of the queries and
+            69 % of the keys and values.
         method: how tokens merge: "default", "symmetric", "tomesd", "kv" or "todo". It brings its own defaults.
         max_downsample, sx, sy, use_rand, seed, window, proportional, merge_attn, merge_crossattn, merge_mlp,
             min_tokens: as in `ToMeConfig`, which describes them with their ranges and defaults.
@@ -67,7 +67,7 @@ def apply_tome(
             that are passed beside it replace its own.
         controlnet: True to merge in ControlNets with the same settings, False to leave them plain, or a ratio for
             them.
-        unknown: no other setting is allowed.
+        unknown: any other name raises ToMeConfigError with the nearest setting, or with what replaced it.
 
     Returns:
         target itself.

@@ -63,17 +63,16 @@ class ToMeConfig:
 
     Args:
         ratio: share of the tokens to merge away, 0 <= ratio <= 1 - 1/(sx·sy). A higher ratio is faster, and the image
-            differs more from the plain one; 0 merges nothing. 0.5, the default, is a good start; 0.75 with
-            method="todo", which allows no other with 2×2 cells. It is a nominal number: the default method at 0.5
-            merges 21 % of the queries and 69 % of the keys and values, which leaves attention the work that merging
-            half of both would leave.
+            differs more from the plain one; 0 merges nothing. 0.5, the default, is a good start. With method="todo" it
+            must be 1 - 1/(sx·sy), its default there (0.75 with 2×2 cells), or 0. It is a nominal number: the default
+            method at 0.5 merges 21 % of the queries and 69 % of the keys and values, which leaves attention as much
+            work as if half of both merged.
         method: how tokens merge.
             "default" merges the most similar pairs into their mean, keys and values more than queries.
             "symmetric" merges queries, keys and values alike, at `ratio`.
             "tomesd" gives the results of tomesd: symmetric, with window=None and proportional=False.
             "kv" merges keys and values alone, at `ratio`; every token keeps its own query and output.
-            "todo" keeps the keys and values of one token of each cell, without comparing tokens, so that `ratio` must
-            be 1 - 1/(sx·sy), or 0; it is the fastest, and suits GPUs.
+            "todo" keeps the keys and values of one token of each cell, without comparing tokens, and suits GPUs.
         max_downsample: deepest level that merges: 1, 2, 4 or 8. A block has level d if its tokens are latent pixels
             downsampled d times along each axis. With None, the default, only the largest feature maps
             with self-attention merge: level 1 in Stable Diffusion, 2 in SDXL. No effect in transformers such as DiT,
@@ -87,10 +86,11 @@ class ToMeConfig:
         window: side, in tokens, of the square windows in which each token looks for its dst; rounded up to a multiple
             of sx and sy, so that windows consist of cells. With a window, 16 by default, the time of matching grows
             with the number of tokens; with None, the whole grid, with its square. A window needs a height and width
-            that are known when a program is exported. "tomesd" and "todo" have none.
+            that are known when a program is exported. "tomesd" and "todo" have no windows.
         proportional: weight each merged token in self-attention by the number of tokens that it replaces: the
-            logarithm of this number is added to the scores of its key. Raises in the pass if the attention processor
-            takes no mask. No effect where merge_attn is False. "tomesd" has none.
+            logarithm of this number is added to the scores of its key. The pass raises ToMePassError if the attention
+            processor is not known and does not ask for its mask. No effect where merge_attn is False. "tomesd" does
+            not have this setting.
         merge_attn: merge around self-attention (`attn1`). The text of a joint attention never merges. In the
             single-stream blocks of FLUX and HunyuanVideo, "default" and "symmetric" merge all tokens at `ratio`,
             around the MLP too, which is parallel to attention there and is most of the work.
@@ -101,15 +101,15 @@ class ToMeConfig:
             grid that it sees.
 
     Raises:
-        ToMeConfigError: a setting does not exist, has the wrong type, is out of range or is not one of the method, or
-            all three `merge_…` are False. The message names the setting, its value and the allowed values.
+        ToMeConfigError: a setting does not exist, has the wrong type, is out of range or does not exist in the method,
+            or all three `merge_…` are False. The message names the setting, its value and the allowed values.
 
     Source: names and meanings are those of tomesd (Bolya & Hoffman 2023, arXiv:2303.17604), with these differences:
     `method`, `seed`, `window`, `proportional` and `min_tokens` are new; a ratio above the maximum is an error, where
     tomesd silently lowers it; and `max_downsample` defaults to None, where tomesd's default of 1 merges nothing in
     SDXL. `proportional` is the proportional attention of ToMe for ViT (Bolya et al. 2022, arXiv:2210.09461). "todo" is
-    ToDo (Smith et al. 2024, arXiv:2402.13573). The split of "default" is named after AsymRnR (Sun et al. 2024,
-    arXiv:2412.11706), which removes other tokens from queries than from keys and values.
+    ToDo (Smith et al. 2024, arXiv:2402.13573). "default" is related to AsymRnR (Sun et al. 2024, arXiv:2412.11706),
+    which removes other tokens from queries than from keys and values.
 
     Example:
         >>> ToMeConfig(method="todo").ratio
@@ -169,7 +169,7 @@ class ToMeConfig:
         object.__setattr__(self, "ratio", _checked_ratio(self, method))
 
     def with_settings(self, **settings: Any) -> "ToMeConfig":
-        """A config with these settings in place of its own; what is a default here takes the default of a new method.
+        """A config with these settings in place of its own; a setting that has its default takes that of a new method.
 
         Example:
             >>> ToMeConfig(sx=4).with_settings(method="todo")
@@ -258,9 +258,9 @@ _DESCRIPTIONS = {name: field.description for name, field in vars(ToMeConfig)["__
 
 
 def _first_error(error: ValidationError) -> str:
-    """The first of pydantic's errors as this package words errors."""
+    """The first of pydantic's errors, in the form of this package's messages."""
     first = error.errors(include_url=False)[0]
-    if "error" in (context := first.get("ctx", {})):  # one of this module
+    if "error" in (context := first.get("ctx", {})):  # raised by this module
         return str(context["error"])
     name = str(first["loc"][0]) if first["loc"] else "settings"
     if name == "ratio":
@@ -280,7 +280,7 @@ def default_settings(method: str, **given: Any) -> dict[str, Any]:
 
 
 def _method_settings(method: Method, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults that a method has of its own, beside the given settings, and the values of those that it lacks."""
+    """A method's own defaults, given the settings that were passed, and the values of the settings that it lacks."""
     sides = [given.get(name, 2) for name in ("sx", "sy")]
     is_cell = all(isinstance(side, int) and side >= 1 for side in map(_integer, sides))
     return {**method.defaults(*sides if is_cell else (2, 2)), **method.fixed}

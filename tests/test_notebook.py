@@ -53,9 +53,11 @@ def test_notebook_runs_whole(notebook, monkeypatch, tmp_path):
     outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
     shown = [output.data["image/png"] for output in outputs if output.output_type == "display_data"]
     text = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
-    rows = re.findall(r"^\| (0\.\d+) \| [\d.]+ \| [\d.]+× \| ([\d.]+) \| ([\d.]+|inf) \|$", text, re.MULTILINE)
-    assert len(set(shown)) == 3
+    rows = re.findall(
+        r"^\| (plain|\w+ 0\.\d+) \| [\d.]+ \| [\d.]+× \| ([\d.]+) \| ([\d.]+|inf) \|$", text, re.MULTILINE
+    )
+    assert len(set(shown)) == 4
     assert "examples/emoji_sd, 64 px, 2 steps" in text and "hubs that answer: not asked" in text
-    assert [ratio for ratio, _, _ in rows] == ["0.0", "0.25", "0.5", "0.75"]
+    assert [title for title, _, _ in rows] == ["plain", "default 0.25", "default 0.5", "default 0.75", "todo 0.75"]
     memory, distances = zip(*((float(memory), float(psnr)) for _, memory, psnr in rows), strict=True)
     assert min(memory) > 0.05 and distances[0] == float("inf") and 20 < distances[3] < distances[1] < 100

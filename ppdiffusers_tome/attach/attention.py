@@ -33,7 +33,7 @@ class AttentionWrap(InnerWrap):
 
     Args:
         placement: what merges in the block.
-        is_self: whether the keys are the merged tokens; not so in cross-attention.
+        is_self: whether it is self-attention, whose keys are among the tokens that merge.
     """
 
     def __init__(self, placement: Placement, is_self: bool) -> None:

@@ -38,7 +38,7 @@ class AttentionView:
         placement: what merges in the block.
         plan: of the pass.
         given: the tokens that the attention is given.
-        unmerged: those from which its keys and values are to be merged; None if the given ones have all merged.
+        unmerged: the tokens from which its keys and values merge; None if `given` has merged already.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ ATTRIBUTE = "_tome"  # of a layer: its wrap
 
 
 class Wrap:
-    """Base class: calls the original `forward`. It is installed as is where another library calls a removed wrap."""
+    """Base class: calls the original `forward`. It stays alone where another library calls a removed wrap."""
 
     wrapped_forward: Callable[..., Any] | None = None  # the one that this wrap replaced, if another library had set it
 

@@ -109,7 +109,7 @@ def current_plan() -> MergePlan | None:
 
 
 class PlacedWrap(Wrap):
-    """Wrap of a transformer block. This one stores what would merge, at ratio 0."""
+    """Wrap of a transformer block: it stores what merges there. At ratio 0 it is the only wrap, and nothing merges."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement

@@ -1,9 +1,9 @@
 """What is known of attention processors: which kernel computes the attention, and with which arguments.
 
-A kernel gets queries, keys and values of all heads, and what is added to the scores of each key. It adds by more
-channels in each head: in the first of them queries hold a constant and keys what is added, so that the product of both
-contains the sum. This costs no pass over the scores, and no mask, for which fused kernels would leave their fastest
-path.
+A kernel gets queries, keys and values of all heads, and numbers to add to the scores of each key. It adds them by more
+channels in each head: in the first of these, queries hold a constant and keys the number, so that the product of
+queries and keys contains the sum. This needs no pass over the scores and no mask, with which fused kernels would leave
+their fastest path.
 """
 
 import math
@@ -26,7 +26,7 @@ from ppdiffusers.utils import USE_PEFT_BACKEND
 from .table import Family
 
 FUSED_CHANNELS = 8  # added to each head: fused kernels need a multiple of 8
-# Attributes of ppdiffusers' `Attention` with which it computes more than its kernel: none has them in the families.
+# Attributes of ppdiffusers' `Attention` that add operations around its kernel, each with the value that adds none.
 _MORE = {"group_norm": None, "spatial_norm": None, "residual_connection": False, "rescale_output_factor": 1.0}
 
 
@@ -65,7 +65,7 @@ class Kernel:
 
 
 class JointKernel(Kernel):
-    """That of Stable Diffusion 3."""
+    """The kernel of Stable Diffusion 3's processor."""
 
     def attend(self, layer: nn.Layer, query: paddle.Tensor, key: paddle.Tensor, value: paddle.Tensor) -> paddle.Tensor:
         return F.scaled_dot_product_attention_(query, key, value, dropout_p=0.0, is_causal=False)
@@ -115,7 +115,7 @@ class SoftmaxKernel(UNetKernel):
 
 
 class FirstFrameKernel(SoftmaxKernel):
-    """That of Text2Video-Zero: all frames attend to the keys of the first one."""
+    """The kernel of Text2Video-Zero's processors: all frames attend to the keys of the first one."""
 
     def __call__(
         self,
@@ -197,7 +197,7 @@ def use_ordinary_attention(model: nn.Layer) -> None:
 
 
 def _load_lora(layer: nn.Layer) -> Any:
-    """Do what a LoRA processor does at its first call: move its layers into the projections, and leave its place."""
+    """Do what a LoRA processor does at its first call: move its layers into the projections, and replace itself."""
     lora = layer.processor
     for projection, name in ((layer.to_q, "q"), (layer.to_k, "k"), (layer.to_v, "v"), (layer.to_out[0], "out")):
         projection.lora_layer = getattr(lora, f"to_{name}_lora")

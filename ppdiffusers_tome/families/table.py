@@ -204,7 +204,7 @@ FAMILIES: list[Family] = [
         text_layers=("context_embedder",),
     ),
 ]
-# Classes of blocks that are not over the pixels of a feature map, and so are in no family: parts of a UNet with this
-# attribute, and the text UNet of Versatile Diffusion.
+# Transformers that are always parts of a UNet, and models whose blocks are not over the pixels of a feature map, such
+# as the text UNet of Versatile Diffusion: none of them is a denoiser by itself.
 INSIDE_UNET = (TransformerSpatioTemporalModel,)
 WITHOUT_PIXELS = ("UNetFlatConditionModel",)

@@ -1,6 +1,7 @@
 """Cells: each cell keeps one token, its dst, without a comparison. One gather moves them.
 
-This is ToDo (Smith et al. 2024, arXiv:2402.13573): keys and values are those of every second row and column.
+With the first token of each 2×2 cell this is ToDo (Smith et al. 2024, arXiv:2402.13573): keys and values are those of
+every second row and column.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,8 @@
 """Pairs by similarity: each src looks for its most similar dst, and the best pairs merge into their mean.
 
 This is token merging as in tomesd (Bolya & Hoffman 2023, arXiv:2303.17604, section 4). The methods of this file differ
-in what merges by these pairs: queries, keys and values alike, keys and values more than queries, or they alone.
+in what merges by these pairs: queries, keys and values alike, keys and values more than queries, or keys and values
+alone.
 """
 
 import inspect

@@ -59,7 +59,7 @@ class MergePlan:
 
     @property
     def has_equal_sizes(self) -> bool:
-        """Whether all merged tokens stand for as many tokens, which changes no attention weight among them."""
+        """Whether all merged tokens stand for the same number of tokens: then sizes change no attention weight."""
         return False
 
     @property
@@ -163,7 +163,7 @@ def count_batch(metric: paddle.Tensor) -> paddle.Tensor:  # [B, N, C] → [B, 1]
 
 
 def check_metric(metric: paddle.Tensor, grid: Grid, removed: int, dst: int) -> None:
-    """Raise ToMeConfigError unless a metric is [B, N, C] for a grid of N tokens, of which so many can merge away."""
+    """Raise ToMeConfigError unless a metric is [B, N, C] for the grid and `removed` of N tokens can merge away."""
     if metric.ndim != 3 or not paddle.is_floating_point(metric):
         raise ToMeConfigError(
             f"metric is {metric.dtype} of shape {list(metric.shape)}: it must be floating point of shape [B, N, C]."
@@ -183,7 +183,7 @@ def check_metric(metric: paddle.Tensor, grid: Grid, removed: int, dst: int) -> N
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PlainPlan(MergePlan):
-    """No token merges: the plan of queries, where only keys and values merge."""
+    """No token merges: the plan of queries where only keys and values merge."""
 
     count: int  # tokens of a frame
     batch: paddle.Tensor  # [B, 1] int64: 0, 1, … B - 1
