@@ -65,8 +65,8 @@ from ppdiffusers_tome.families.models import text_tokens, vae_factor
 from ppdiffusers_tome.generation.engine import Engine
 from ppdiffusers_tome.inference import ProgramFile, Size, export_pipeline, load_pipeline, programs, tracing
 from ppdiffusers_tome.inference.conversion import Converter
-from ppdiffusers_tome.inference.loading import model_defaults
 from ppdiffusers_tome.inference.folder import ExportedFolder
+from ppdiffusers_tome.inference.loading import model_defaults
 from ppdiffusers_tome.inference.pipeline import RUNTIMES
 
 ROOT = Path(__file__).parents[1]

@@ -137,6 +137,8 @@ def test_editors_and_notebooks_see_the_settings():
     [
         ({"windows": 8}, "'windows' is not a setting: did you mean window"),
         ({"ration": 0.5}, "'ration' is not a setting: did you mean ratio"),
+        ({"config": {"ratio": 0.5}}, "config={'ratio': 0.5} is not allowed: it must be a ToMeConfig, or the path"),
+        ({"config": 0.5}, "config=0.5 is not allowed"),
         ({"match": "grid"}, 'match is not a setting since release 3.0: .* method="todo"'),
         ({"merge_attn": "kv"}, "merge_attn='kv' .* Pass method='kv'"),
         ({"merge_attn": "asymmetric"}, "merge_attn='asymmetric' .* Pass method='default'"),

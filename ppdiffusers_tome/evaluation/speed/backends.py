@@ -18,8 +18,8 @@ from ...attach.attach import attach, detach
 from ...comparison.clock import seconds_of
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError
-from ...grid import Grid
 from ...files import write_file
+from ...grid import Grid
 from ...inference import ProgramFile, Size, choose_runtime, load_pipeline
 from ...inference.conversion import Converter
 from ...inference.export import share_weights, unmerged_programs, write_export
