@@ -109,7 +109,7 @@ def current_plan() -> MergePlan | None:
 
 
 class PlacedWrap(Wrap):
-    """Wrap of a transformer block. This one stores what would merge, at ratio 0."""
+    """Wrap of a transformer block: it stores what merges there. At ratio 0 it is the only wrap, and nothing merges."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
@@ -243,11 +243,7 @@ class BlockWrap(PlacedWrap):
             _current.block, _current.plan = None, None
 
     def build_plan(self, metric: paddle.Tensor) -> MergePlan | None:
-<<<<<<< HEAD
-        """The plan for a block's input [B, N, C], of frames in one sequence [B, F·N, C]; None if nothing merges."""
-=======
         """Choose which tokens merge, from the block's input [B, N, C], in each frame [B, F·N, C]; None if none do."""
->>>>>>> core3
         placement, current = self.placement, self.grid.current()
         if current is None:
             raise ToMePassError(
