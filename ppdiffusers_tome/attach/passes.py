@@ -243,7 +243,7 @@ class BlockWrap(PlacedWrap):
             _current.block, _current.plan = None, None
 
     def build_plan(self, metric: paddle.Tensor) -> MergePlan | None:
-        """Choose which tokens merge, from the block's input [B, N, C], in each frame [B, F·N, C]; None if none do."""
+        """The plan for a block's input [B, N, C], of frames in one sequence [B, F·N, C]; None if nothing merges."""
         placement, current = self.placement, self.grid.current()
         if current is None:
             raise ToMePassError(
