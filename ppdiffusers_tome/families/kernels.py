@@ -16,8 +16,6 @@ from paddle import nn
 from ppdiffusers.models.attention_processor import (
     AttnProcessor,
     JointAttnProcessor2_5,
-    LoRAAttnProcessor,
-    LoRAXFormersAttnProcessor,
     XFormersAttnProcessor,
 )
 from ppdiffusers.pipelines.text_to_video_synthesis.pipeline_text_to_video_zero import CrossFrameAttnProcessor
@@ -168,7 +166,6 @@ KERNELS: dict[type, Kernel] = {  # by the class of the processor that defines `_
     XFormersAttnProcessor: XFormersKernel(),
     JointAttnProcessor2_5: JointKernel(),
 }
-LORA_PROCESSORS = {LoRAAttnProcessor: AttnProcessor, LoRAXFormersAttnProcessor: XFormersAttnProcessor}
 
 
 def kernel_of(layer: nn.Layer, family: Family) -> Kernel | None:
@@ -182,8 +179,6 @@ def kernel_of(layer: nn.Layer, family: Family) -> Kernel | None:
         return None
     if isinstance(processor, CrossFrameAttnProcessor):  # of subclasses too, as their keys are also of the first frame
         return FirstFrameKernel()
-    if type(processor) in LORA_PROCESSORS:
-        processor = _load_lora(layer)
     # A subclass with a `__call__` of its own may compute in another way.
     computing = next(cls for cls in type(processor).__mro__ if "__call__" in vars(cls))
     return KERNELS.get(computing)
@@ -194,12 +189,3 @@ def use_ordinary_attention(model: nn.Layer) -> None:
     for layer in model.sublayers():
         if type(getattr(layer, "processor", None)) is XFormersAttnProcessor:
             layer.set_processor(AttnProcessor())
-
-
-def _load_lora(layer: nn.Layer) -> Any:
-    """Do what a LoRA processor does at its first call: move its layers into the projections, and replace itself."""
-    lora = layer.processor
-    for projection, name in ((layer.to_q, "q"), (layer.to_k, "k"), (layer.to_v, "v"), (layer.to_out[0], "out")):
-        projection.lora_layer = getattr(lora, f"to_{name}_lora")
-    layer.set_processor(LORA_PROCESSORS[type(lora)]())
-    return layer.processor
