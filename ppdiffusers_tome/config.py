@@ -135,8 +135,11 @@ class ToMeConfig:
     def _with_defaults_of_method(cls, given: Any) -> Any:
         """The settings that were passed, with the method's defaults in place of the others."""
         if isinstance(given, ArgsKwargs):
-            names = (f.name for f in fields(cls))
-            given = {**dict(zip(names, given.args)), **(given.kwargs or {})}  # noqa: B905 - pydantic refuses too many
+            names, named = [f.name for f in fields(cls)], given.kwargs or {}
+            positional = dict(zip(names, given.args, strict=False))
+            if len(given.args) > len(names) or positional.keys() & named.keys():
+                return given  # pydantic refuses it
+            given = {**positional, **named}
         if not isinstance(given, Mapping):
             return given
         check_names(given)
@@ -316,7 +319,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 REPLACED = {
-    "match": 'in place of match="grid" and merge_attn="kv" pass method="todo"',
+    "match": 'leave it out, or in place of match="grid" with merge_attn="kv" pass method="todo"',
     "blend": 'a merged token is the mean of its tokens, or with method="todo" the dst of its cell',
 }
 # What is written since 3.0 in place of a value of `merge_attn`.
@@ -335,7 +338,8 @@ def upgraded(settings: Any) -> Any:
     match, attention = settings.pop("match", "similarity"), settings.pop("merge_attn", "asymmetric")
     if "blend" in settings and (blend := settings.pop("blend")) != (0 if match == "grid" else 1):
         raise ToMeConfigError(f"blend={blend!r:.50} cannot be read: {REPLACED['blend']}.")
-    if match not in ("similarity", "grid") or attention not in (True, False, *METHOD_OF_MERGE_ATTN):
+    is_known = isinstance(attention, bool) or attention in METHOD_OF_MERGE_ATTN
+    if match not in ("similarity", "grid") or not is_known:
         raise ToMeConfigError(
             f"match={match!r:.50}, merge_attn={attention!r:.50} cannot be read: no release had them."
         )
@@ -353,9 +357,8 @@ def upgraded(settings: Any) -> Any:
             method = "tomesd"
     else:
         method = METHOD_OF_MERGE_ATTN.get(attention, "default")
-    given = {f.name: f.default for f in fields(ToMeConfig)} if match == "grid" else {}  # their defaults were those
-    given = {name: given[name] for name in ("ratio", "use_rand") if name in given}
-    return {**given, **settings, "method": method, "merge_attn": attention is not False}
+    own = {"ratio": 0.5, "use_rand": True} if match == "grid" else {}  # defaults that "todo" has not
+    return {**own, **settings, "method": method, "merge_attn": attention is not False}
 
 
 def controlnet_config(common: ToMeConfig, controlnet: Any) -> ToMeConfig | None:

@@ -477,3 +477,12 @@ def test_grids_with_fewer_tokens_stay_plain(grid, removed):
     assert tokens_kept(config, grid) == (n, n - queries, n - keys)
     assert tokens_kept(config, grid, merges_block=True) == (n, n - alike, n - alike)
     assert tokens_kept(ToMeConfig(method="todo", min_tokens=256), grid).keys == n - 1.5 * alike
+
+
+@pytest.mark.parametrize(
+    ("positional", "named"),
+    [((0.5, "default", None, 2, 2, True, 0, 16, True, True, False, False, 0, 9), {}), ((0.5,), {"ratio": 0.3})],
+)
+def test_arguments_that_python_would_refuse_are_an_error(positional, named):
+    with pytest.raises(ToMeConfigError):
+        ToMeConfig(*positional, **named)

@@ -529,6 +529,7 @@ def test_an_export_after_one_that_failed(tmp_path):
         ({"format": "tflite"}, "format='tflite'.*'both'"),
         ({"ratios": 0, "merge_map": True}, "merge_map=True is not allowed: without a ratio above 0"),
         ({"ratios": None, "use_rand": False}, "use_rand cannot be set without ratios"),
+        ({"ratios": None, "method": "todo", "window": 8}, "window=8 is not allowed with method='todo'"),
     ],
 )
 def test_invalid_arguments_are_rejected(tiny, tmp_path, settings, message):
