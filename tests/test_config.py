@@ -365,10 +365,10 @@ def test_the_config_of_a_controlnet():
     config = ToMeConfig(0.6, "kv", seed=3)
     assert controlnet_config(config, True) is config and controlnet_config(config, False) is None
     assert controlnet_config(config, 0.3) == ToMeConfig(0.3, "kv", seed=3)
-    with pytest.raises(
-        ToMeConfigError, match=r"controlnet=0.5 .* True, False or a ratio\. ratio=0.5 .* method='todo'"
-    ):
+    with pytest.raises(ToMeConfigError, match=r"controlnet=0.5 is not allowed: method='todo' keeps"):
         controlnet_config(ToMeConfig(method="todo"), 0.5)
+    with pytest.raises(ToMeConfigError, match=r"controlnet='half' is not allowed: it must be True, False or a ratio: "):
+        controlnet_config(config, "half")
 
 
 # Settings files
