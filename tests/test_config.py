@@ -367,7 +367,7 @@ def test_the_config_of_a_controlnet():
     assert controlnet_config(config, 0.3) == ToMeConfig(0.3, "kv", seed=3)
     with pytest.raises(ToMeConfigError, match=r"controlnet=0.5 is not allowed: method='todo' keeps"):
         controlnet_config(ToMeConfig(method="todo"), 0.5)
-    with pytest.raises(ToMeConfigError, match=r"controlnet='half' is not allowed: it must be True, False or a ratio: "):
+    with pytest.raises(ToMeConfigError, match="controlnet='half' is not allowed: it must be True, False or a ratio"):
         controlnet_config(config, "half")
 
 
