@@ -38,11 +38,10 @@ from ppdiffusers_tome.inference import (
     tracing,
 )
 from ppdiffusers_tome.inference.conversion import Converter
-from ppdiffusers_tome.inference.cuda_graph import CudaGraphs
 from ppdiffusers_tome.inference.folder import ExportedFolder
 from ppdiffusers_tome.inference.onnx_gpu import gpu_program, half_program, halve, widen_heads
 from ppdiffusers_tome.inference.onnx_programs import fused
-from ppdiffusers_tome.inference.onnx_runtime import OnnxProgram, _input_shapes
+from ppdiffusers_tome.inference.onnx_runtime import OnnxProgram
 from ppdiffusers_tome.inference.onnx_weights import OPTIMIZED, WEIGHTS_FOLDER, external_places, weight_offsets
 from ppdiffusers_tome.inference.runtime import FUSED_TOLERANCE, load_module
 
@@ -464,32 +463,6 @@ def test_float16_in_a_folder_that_cannot_be_written_is_a_warning(own_folder, mon
     np.testing.assert_array_equal(output, from_file)
     assert abs(output - expected).mean() < 0.05 * abs(expected).mean()
     assert "optimized cannot be written" in caplog.text and "make the folder writable" in caplog.text
-
-
-def test_graphs_return_what_a_session_returns(own_folder):
-    """On the CPU, which records none: inputs of two shapes in turns, each with a session of its own."""
-    onnxruntime, path, opened = load_module("onnxruntime"), unets_of(own_folder)[0], []
-
-    def open_session(sizes):
-        options = onnxruntime.SessionOptions()
-        for name, size in sizes.items():
-            options.add_free_dimension_override_by_name(name, size)
-        opened.append(sizes)
-        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-    graphs = CudaGraphs(onnxruntime, open_session, _input_shapes(path), 0, device="cpu")
-    session, random = open_session({}), np.random.RandomState(0)
-    for batch in (1, 2, 1, 2):
-        shapes = {"sample": (batch, 4, 16, 20), "timestep": (1,), "encoder_hidden_states": (batch, TEXT, 32)}
-        arrays = {name: random.standard_normal(shape).astype("float32") for name, shape in shapes.items()}
-        (output,), (expected,) = graphs(arrays), session.run(None, arrays)
-        np.testing.assert_allclose(output, expected, atol=1e-5)
-    assert [sorted(sizes.values()) for sizes in opened] == [[], [1, 1, TEXT], [2, 2, TEXT]]
-
-
-def test_graphs_need_a_gpu():
-    with pytest.raises(ToMeConfigError, match="cuda_graph=True needs device='cuda', not 'cpu'"):
-        choose_runtime("onnxruntime", cuda_graph=True)
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(own_folder, caplog):

@@ -38,7 +38,7 @@ def add_runtime_options(command: argparse.ArgumentParser) -> None:
     option = command.add_argument
     default = "onnxruntime; paddle with --device gpu, or if the export has no ONNX programs"
     option("--runtime", choices=RUNTIMES, help=f"what runs the programs (default: {default})")
-    option("--device", default="cpu", help="cpu or gpu; of onnxruntime: cpu, cuda, tensorrt (default: %(default)s)")
+    option("--device", default="cpu", help="cpu or gpu; of onnxruntime: cpu, cuda (default: %(default)s)")
     option("--precision", default="fp32", help="bf16 in openvino, fp16 or bf16 on GPUs (default: %(default)s)")
     option("--max-programs", type=int, help="largest number of the UNet's programs in memory (default: all in use)")
     option("--share-weights", action="store_true", help="of openvino: all programs of the UNet share its weights")
@@ -91,7 +91,7 @@ def check_runtime(manifest: Manifest, options: argparse.Namespace) -> None:
 
 def uses_gpu(options: argparse.Namespace) -> bool:
     """Whether the programs run on a GPU, as far as the device's name says so."""
-    return options.device.startswith(("gpu", "cuda", "tensorrt"))
+    return options.device.startswith(("gpu", "cuda"))
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

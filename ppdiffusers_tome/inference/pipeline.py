@@ -50,8 +50,8 @@ def load_pipeline(
         max_programs: largest number of programs of the UNet in memory, at least 1. The least recently used one is
             unloaded before another is loaded. None: they stay loaded. In ONNX Runtime on a CPU all of them share one
             copy of the weights; in Paddle Inference each has its own, and in OpenVINO unless share_weights=True.
-        settings: device, threads and precision, as in the runtime's class: `PaddleRuntime`, which also has onednn,
-            tensorrt and optimize, `OnnxRuntime`, or `OpenVinoRuntime`, which also has share_weights.
+        settings: device, threads and precision, as in the runtime's class: `PaddleRuntime`, which also has onednn
+            and optimize, `OnnxRuntime`, or `OpenVinoRuntime`, which also has share_weights.
 
     Raises:
         ToMeConfigError: an argument is not allowed, or the ratio was not exported (the message lists those that were).
@@ -90,8 +90,7 @@ def default_runtime(manifest: Manifest, device: str) -> str:
     """The name of the runtime that runs an exported folder on a device, unless another one is chosen.
 
     On a CPU that is ONNX Runtime, whose programs are faster there than those of Paddle Inference. "gpu" is a device of
-    Paddle Inference, "cuda" and "tensorrt" are devices of ONNX Runtime. A folder that has only one of the two formats
-    runs in that one.
+    Paddle Inference, "cuda" one of ONNX Runtime. A folder that has only one of the two formats runs in that one.
     """
     names = ("paddle", "onnxruntime") if str(device).partition(":")[0] == "gpu" else ("onnxruntime", "paddle")
     return next(name for name in names if RUNTIMES[name].format in manifest.formats)
