@@ -88,7 +88,6 @@ def test_a_gpu_device_of_the_other_runtime_is_an_error(exported_folder, onnx_fol
     ("settings", "remedy"),
     [
         ({"onednn": False}, "pass runtime='paddle', or leave it out"),
-        ({"share_weights": True}, "pass runtime='openvino', or leave it out"),
         ({"speed": 3}, "only the settings device, threads, precision; leave it out"),
     ],
 )

@@ -42,7 +42,7 @@ from ppdiffusers_tome.inference.folder import ExportedFolder
 from ppdiffusers_tome.inference.onnx_gpu import gpu_program, half_program, halve, widen_heads
 from ppdiffusers_tome.inference.onnx_programs import fused
 from ppdiffusers_tome.inference.onnx_runtime import OnnxProgram
-from ppdiffusers_tome.inference.onnx_weights import OPTIMIZED, WEIGHTS_FOLDER, external_places, weight_offsets
+from ppdiffusers_tome.inference.onnx_weights import OPTIMIZED, WEIGHTS_FOLDER, external_places
 from ppdiffusers_tome.inference.runtime import FUSED_TOLERANCE, load_module
 
 PADDLE2 = paddle.__version__.startswith("2.")
@@ -629,57 +629,7 @@ def test_openvino_compiles_for_the_first_shapes_and_once_for_all_others(onnx_fol
         for batch, call in calls:
             outputs = (tracing._arrays(result) for result in (call.result(), other(**{name: latents[batch]})))
             assert tracing.relative_difference(*outputs) < 1e-4
-    assert len(first._compiled._models) == 2 and None in first._compiled._models
-
-
-def test_openvino_programs_share_weights(onnx_folder, monkeypatch):
-    """All sizes, ratios and batches equal those of programs of their own, from constants that are there once."""
-    import openvino
-
-    compiled, compile_model = [], openvino.Core.compile_model
-
-    def watched(self, model, *arguments):
-        compiled.append(model)
-        return compile_model(self, model, *arguments)
-
-    monkeypatch.setattr(openvino.Core, "compile_model", watched)
-    separate, shared = (load(onnx_folder, "openvino", share_weights=share).unet for share in (False, True))
-    manifest = read_manifest(onnx_folder)
-    programs = manifest.programs_of("unet")
-    assert len(programs) > 1
-    for batch in (2, 1, 3):
-        for file in programs:
-            noise = paddle.randn([batch, 4, file.size.height // 2, file.size.width // 2])
-            text = paddle.randn([batch, 77, separate.config.cross_attention_dim])
-            separate.ratio = shared.ratio = file.ratio
-            expected, actual = (unet(noise, paddle.to_tensor([500.0]), text)[0] for unet in (separate, shared))
-            np.testing.assert_array_equal(actual.numpy(), expected.numpy())
-    joined = [model for model in compiled if any(one.get_friendly_name() == "index" for one in model.get_parameters())]
-    assert len(joined) == 2, "one for the first batch and one for any"
-    places = {constant.get_data().ctypes.data for constant in _large_constants(joined[0])}
-    assert len(places) == len({at for file in programs for at in float_offsets(onnx_folder / file.onnx)})
-
-
-def float_offsets(path):
-    """The offsets of the weights of an `.onnx` file, without indices: OpenVINO folds some of them."""
-    floats = {t.name for t in onnx.load(str(path)).graph.initializer if t.data_type == onnx.TensorProto.FLOAT}
-    return [at for name, at in weight_offsets(path).items() if name in floats]
-
-
-def _large_constants(model):
-    """The weights of a model and of the models within it."""
-    for operator in model.get_ops():
-        if operator.get_type_name() == "If":
-            for nth in range(2):
-                yield from _large_constants(operator.get_function(nth))
-        is_weight = operator.get_type_name() == "Constant" and operator.get_element_type().is_real()
-        if is_weight and operator.get_byte_size() >= 1024:
-            yield operator
-
-
-def test_programs_that_share_weights_stay(onnx_folder):
-    with pytest.raises(ToMeConfigError, match="max_programs and share_weights exclude each other"):
-        load(onnx_folder, "openvino", max_programs=1, share_weights=True)
+    assert len(first._compiled) == 2 and None in first._compiled
 
 
 def test_bf16_is_near_fp32(onnx_folder):

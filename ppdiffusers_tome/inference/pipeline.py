@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,9 @@ def load_pipeline(
             always compared. With unnoticed damaged weights, images are black or the process crashes.
         max_programs: largest number of programs of the UNet in memory, at least 1. The least recently used one is
             unloaded before another is loaded. None: they stay loaded. In ONNX Runtime on a CPU all of them share one
-            copy of the weights; in Paddle Inference each has its own, and in OpenVINO unless share_weights=True.
-        settings: device, threads and precision, as in the runtime's class: `PaddleRuntime`, which also has onednn
-            and optimize, `OnnxRuntime`, or `OpenVinoRuntime`, which also has share_weights.
+            copy of the weights; in Paddle Inference and OpenVINO each has its own.
+        settings: device, threads and precision, as in the runtime's class: `OnnxRuntime`, `OpenVinoRuntime`, or
+            `PaddleRuntime`, which also has onednn and optimize.
 
     Raises:
         ToMeConfigError: an argument is not allowed, or the ratio was not exported (the message lists those that were).
@@ -65,14 +66,12 @@ def load_pipeline(
     is_count = isinstance(max_programs, int) and not isinstance(max_programs, bool)
     if max_programs is not None and not (is_count and max_programs >= 1):
         raise ToMeConfigError(f"max_programs={max_programs!r} is not allowed: it must be 1 or more, or None.")
-    if max_programs is not None and settings.get("share_weights"):
-        raise ToMeConfigError("max_programs and share_weights exclude each other: programs that share weights stay.")
     if runtime is not None:
         choose_runtime(runtime, **settings)  # raises before the weights are compared
     exported, manifest = open_export(folder, verify)
     name = runtime or default_runtime(manifest, settings.get("device", Runtime.device))
     check_format(folder, manifest, name)
-    load = choose_runtime(name, **settings).loader(exported, manifest)
+    load = partial(choose_runtime(name, **settings).load, exported)
     cls = cls or getattr(ppdiffusers, manifest.pipeline)
     try:
         pipe = _assemble(exported.path, manifest, cls, load, ratio, max_programs)
