@@ -88,11 +88,6 @@ def check_runtime(manifest: Manifest, options: argparse.Namespace) -> None:
         choose_runtime(**{name: value for name, value in settings.items() if name not in ("verify", "max_programs")})
 
 
-def uses_gpu(options: argparse.Namespace) -> bool:
-    """Whether the programs run on a GPU, as far as the device's name says so."""
-    return options.device.startswith(("gpu", "cuda"))
-
-
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options that `open_image_backend` reads."""
     default = "(default: all cores, divided among the actors; 1 with --ray-address)"

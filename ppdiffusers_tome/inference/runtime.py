@@ -76,6 +76,11 @@ class Runtime(ABC):
         return self.threads or usable_cores()
 
 
+def is_gpu(device: str) -> bool:
+    """Whether a device of any runtime is a GPU, as far as its name says so."""
+    return str(device).lower().startswith(("gpu", "cuda"))
+
+
 def return_memory() -> None:
     """Return the memory that is free in this process to the system.
 
