@@ -63,6 +63,7 @@ setup(
             "evaluation/quality/graphs/*.onnx",
             "evaluation/speed/*.json",
             "generation/*.txt",
+            "inference/*.md",
         ]
     },
     zip_safe=False,
