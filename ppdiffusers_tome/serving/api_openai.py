@@ -208,6 +208,7 @@ async def _read_form(request: Request) -> tuple[dict[str, str], dict[str, list[b
     texts: dict[str, str] = {}
     files: dict[str, list[bytes]] = {}
     try:
+        await request.body()  # whole, because Starlette's parser leaves files open if the rest is too large or missing
         async with request.form(max_files=MAX_PARTS, max_fields=MAX_PARTS) as form:
             for name, value in form.multi_items():
                 if isinstance(value, UploadFile):
