@@ -135,10 +135,10 @@ format: $(VENV)/.installed-test ## fix and format with ruff
 RESULTS ?= benchmarks/results
 TORCH_PYTHON ?=
 TORCH := $(if $(TORCH_PYTHON),--torch-python $(TORCH_PYTHON))
-BENCH = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} TORCH_PYTHON=$(TORCH_PYTHON) $(PY) benchmarks/speed.py
+BENCH = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} TORCH_PYTHON=$(TORCH_PYTHON) $(PY) benchmarks/bench.py
 SD15_EXPORTED = $(BENCH) --architecture sd15 --arms plain tome --merging ratio=0.5 ratio=0.75 method=todo --threads 2
 EMOJI = $(BENCH) --model examples/emoji_sd --size 256 --method default symmetric --threads 1
-EVALUATE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m ppdiffusers_tome evaluate
+EVALUATE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/evaluate.py
 SCENES = --model examples/scenes_sd --size 256
 
 bench: $(VENV)/.installed-test bench-speed bench-quality ## make the committed results and their reports: hours
@@ -158,7 +158,7 @@ REAL ?=
 QUALITY = build/evaluate_scenes
 
 bench-quality: $(VENV)/.installed-test ## measure the quality of merged images, and write its report
-	$(EVALUATE) $(SCENES) --count 256 --ratio 0.25 0.5 0.75 --ablations --threads 1 --backend onnxruntime $(if $(REAL),--real $(REAL)) --merging method=tomesd,ratio=0.5 --output $(QUALITY)
+	$(EVALUATE) $(SCENES) --count 256 --ratio 0.25 0.5 0.75 --threads 1 $(if $(REAL),--real $(REAL)) --merging method=tomesd,ratio=0.5 --output $(QUALITY)
 	$(if $(TORCH_PYTHON),OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/tomesd_quality.py $(QUALITY) --ratio 0.5 $(TORCH))
 	mkdir -p $(RESULTS) && cp $(QUALITY)/quality.json $(RESULTS)/quality_scenes.json
 	$(EVALUATE) report $(RESULTS)/quality_scenes.json --images $(QUALITY) --output $(RESULTS)/..

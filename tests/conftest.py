@@ -18,6 +18,8 @@ import numpy as np
 import paddle
 import pytest
 from filelock import FileLock
+from lab.speed import runner
+from lab.speed.worker import measure_case
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from ppdiffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 from ppdiffusers.models.attention_processor import AttnProcessor
@@ -27,8 +29,6 @@ from zoo.parts import unet as unet_of_zoo
 
 import ppdiffusers_tome  # noqa: F401
 from ppdiffusers_tome.attach.passes import BlockWrap
-from ppdiffusers_tome.evaluation.speed import runner
-from ppdiffusers_tome.evaluation.speed.worker import measure_case
 from ppdiffusers_tome.inference import export_pipeline, tracing
 from ppdiffusers_tome.inference.arguments import list_sizes, make_configs
 from ppdiffusers_tome.inference.export import write_export

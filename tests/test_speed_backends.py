@@ -8,14 +8,14 @@ import cuda_attention
 import numpy as np
 import pytest
 from conftest import traces
+from lab.speed import backends
+from lab.speed.cases import ARM_NAMES, Arm, make_case, make_configs
+from lab.speed.catalog import CATALOG, make_arms
 from ppdiffusers.models.attention_processor import XFormersAttnProcessor
 from speed_results import config, open_backend, tiny
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.commands.merge_options import parse_settings
-from ppdiffusers_tome.evaluation.speed import backends
-from ppdiffusers_tome.evaluation.speed.cases import ARM_NAMES, Arm, make_case, make_configs
-from ppdiffusers_tome.evaluation.speed.catalog import CATALOG, make_arms
 
 WHOLE = {"window": None, "proportional": False}
 

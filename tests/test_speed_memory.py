@@ -4,9 +4,7 @@ import gc
 
 import paddle
 import pytest
-from paddle.base import core
-
-from ppdiffusers_tome.evaluation.speed.memory import (
+from lab.speed.memory import (
     available_bytes,
     current_bytes,
     is_out_of_memory,
@@ -14,6 +12,7 @@ from ppdiffusers_tome.evaluation.speed.memory import (
     peak_bytes,
     weights_bytes,
 )
+from paddle.base import core
 
 MB = 1_000_000
 

@@ -4,10 +4,9 @@ import re
 
 import numpy as np
 import pytest
+from lab.speed.cases import Arm, Case
+from lab.speed.parity import TRIES, check_parity, reference_of, tolerance
 from speed_results import config
-
-from ppdiffusers_tome.evaluation.speed.cases import Arm, Case
-from ppdiffusers_tome.evaluation.speed.parity import TRIES, check_parity, reference_of, tolerance
 
 CASE = Case("tiny", size=128)
 MERGED = np.array([1.0, -1.0])

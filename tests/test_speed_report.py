@@ -1,10 +1,10 @@
 """The report on speed, checked against figures worked out by hand."""
 
 import pytest
+from lab.speed.speed_report import write_report
 from speed_results import PLAIN, arm, case, result, times, write
 
 from ppdiffusers_tome.errors import ToMeConfigError
-from ppdiffusers_tome.evaluation.speed.speed_report import write_report
 
 
 def full_case(**fields):

@@ -10,12 +10,11 @@ from types import SimpleNamespace
 import pytest
 from conftest import messages_of_this_process
 from killed_worker import end_with_the_number_of_threads, killed
-
-from ppdiffusers_tome.evaluation.speed import runner, worker
-from ppdiffusers_tome.evaluation.speed.backends import EagerBackend
-from ppdiffusers_tome.evaluation.speed.cases import Timing, make_case, make_configs, read_cases
-from ppdiffusers_tome.evaluation.speed.catalog import CATALOG, make_arms
-from ppdiffusers_tome.evaluation.speed.runner import WorkerEndedError, measure_all, worker_messages
+from lab.speed import runner, worker
+from lab.speed.backends import EagerBackend
+from lab.speed.cases import Timing, make_case, make_configs, read_cases
+from lab.speed.catalog import CATALOG, make_arms
+from lab.speed.runner import WorkerEndedError, measure_all, worker_messages
 
 
 def make(*arms, **fields):
