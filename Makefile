@@ -131,11 +131,11 @@ format: $(VENV)/.installed-test ## fix and format with ruff
 
 # The committed results: hours on two cores. Run a target again to resume it after it was killed.
 #   RESULTS=...      folder for the results; the reports go to its parent
-#   TORCH_PYTHON=... interpreter with torch, diffusers and tomesd; without it, the results have no PyTorch arms
+#   TORCH_PYTHON=... interpreter with torch, diffusers and tomesd; without it, the quality report has no images of tomesd on PyTorch
 RESULTS ?= benchmarks/results
 TORCH_PYTHON ?=
 TORCH := $(if $(TORCH_PYTHON),--torch-python $(TORCH_PYTHON))
-BENCH = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} TORCH_PYTHON=$(TORCH_PYTHON) $(PY) benchmarks/bench.py
+BENCH = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/bench.py
 SD15_EXPORTED = $(BENCH) --architecture sd15 --arms plain tome --merging ratio=0.5 ratio=0.75 method=todo --threads 2
 EMOJI = $(BENCH) --model examples/emoji_sd --size 256 --method default symmetric --threads 1
 EVALUATE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/evaluate.py
@@ -148,7 +148,7 @@ bench-speed: $(VENV)/.installed ## measure time and memory, and write their repo
 	$(BENCH) --architecture sd15 --size 512 --arms plain tome --rounds 2 --threads 1 --output $(RESULTS)/sd15_eager.json
 	$(SD15_EXPORTED) --size 512 --backend onnxruntime openvino openvino-bf16 --rounds 4 --output $(RESULTS)/sd15_exported_512.json
 	$(SD15_EXPORTED) --size 768 --backend onnxruntime --rounds 4 --output $(RESULTS)/sd15_exported_768.json
-	$(EMOJI) --backend eager predictor onnxruntime openvino openvino-bf16 $(if $(TORCH_PYTHON),PyTorch PyTorch-bf16) --arms plain memory-efficient tome both built-in limit --rounds 5 --output $(RESULTS)/emoji_unet.json
+	$(EMOJI) --backend eager predictor onnxruntime openvino openvino-bf16 --arms plain memory-efficient tome both built-in limit --rounds 5 --output $(RESULTS)/emoji_unet.json
 	$(EMOJI) --backend onnxruntime openvino openvino-bf16 --arms plain tome --rounds 7 --output $(RESULTS)/emoji_unet_again.json
 	$(BENCH) report $$(ls $(RESULTS)/*.json | grep -v -e /alternatives_ -e /program_memory_ -e /gpu_) --output $(RESULTS)/..
 

@@ -1,24 +1,23 @@
-"""Time a UNet or a pipeline, with and without token merging, and report the results.
+"""Time a UNet, with and without token merging, and report the results.
 
-python benchmarks/bench.py --architecture sd15 --size 512 --arms plain tome --output build/sd15.json
-python benchmarks/bench.py report build/sd15.json --output build
+    python benchmarks/bench.py --architecture sd15 --size 512 --arms plain tome --output build/sd15.json
+    python benchmarks/bench.py report build/sd15.json --output build
+
+Beside merging, plain and memory-efficient attention, it times what others.py adds.
 """
 
 import argparse
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import product
 from pathlib import Path
 
 from lab.speed.architectures import ARCHITECTURES
 from lab.speed.cases import (
     ARM_NAMES,
-    DTYPES,
     EAGER,
     MEASURED,
-    ONNX_RUNTIME,
     PLAIN,
     PROGRAMS,
     Case,
@@ -26,7 +25,7 @@ from lab.speed.cases import (
     make_case,
     make_configs,
 )
-from lab.speed.catalog import CATALOG, make_arms
+from lab.speed.catalog import ARMS, BACKENDS, make_arms
 from lab.speed.runner import measure_all
 
 from ppdiffusers_tome.cli import exit_status
@@ -39,16 +38,13 @@ from ppdiffusers_tome.inference import choose_runtime
 from ppdiffusers_tome.inference.loading import require_model_folder
 
 PROGRAM = "python benchmarks/bench.py"
-BUNDLED = Path("examples/emoji_sd")
 DEFAULT = " (default: %(default)s)"  # at the end of help texts
-QUICK = {"architecture": None, "size": [128], "rounds": 2, "backend": [EAGER, ONNX_RUNTIME]}  # defaults of --quick
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, or report; returns the exit status. It is 1 for a case in which nothing could be measured."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     remedy = "" if options.what else f": continue with {command_line(arguments, PROGRAM)}"
     return exit_status(lambda: options.run(options, arguments), remedy)
 
@@ -56,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     bench = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.splitlines()[0])
     _add_options(bench)
-    bench.set_defaults(run=partial(_speed, bench))
+    bench.set_defaults(run=_speed)
     report = bench.add_subparsers(dest="what").add_parser("report", help="make tables and plots of results")
     report.add_argument("files", type=Path, nargs="+", metavar="FILE", help="results of bench")
     page = "folder for speed.md" + DEFAULT
@@ -72,34 +68,22 @@ def _add_options(bench: argparse.ArgumentParser) -> None:
     weights = "UNet with random weights" + DEFAULT
     model.add_argument("--architecture", choices=list(ARCHITECTURES), default="sd15", help=weights)
     option = group.add_argument
-    option("--scope", choices=list(CATALOG.scopes), default="unet", help="part of the model" + DEFAULT)
     option("--size", type=int, nargs="+", default=[512], help="height and width of the images in px" + DEFAULT)
-    option("--batch", type=int, nargs="+", default=[2], help="rows of a UNet, images of a pipeline" + DEFAULT)
+    option("--batch", type=int, nargs="+", default=[2], help="rows of the UNet" + DEFAULT)
     option("--ratio", type=float, nargs="+", default=[0.5], help="share of tokens to merge: 0.1 … 0.75" + DEFAULT)
-    levels = "deepest level that merges (default: only the largest feature maps)"
-    option("--max-downsample", type=int, nargs="+", default=[None], help=levels)
     about = "ways to merge (default: that of apply_tome, with fixed dst), at each --ratio or at their own"
     add_merge_options(group, about)
-    option("--dtype", choices=DTYPES, nargs="+", default=["float32"], help="of weights and inputs" + DEFAULT)
-    option("--backend", choices=list(CATALOG.backends), nargs="+", default=[EAGER], help="one or several" + DEFAULT)
-    option("--arms", choices=list(CATALOG.arms), nargs="+", default=list(ARM_NAMES), help="what is compared" + DEFAULT)
-    option("--steps", type=int, default=20, help="denoising steps of a pipeline" + DEFAULT)
-    option("--guidance-scale", type=float, default=7.5, help="classifier-free guidance of a pipeline" + DEFAULT)
+    option("--backend", choices=list(BACKENDS), nargs="+", default=[EAGER], help="one or several" + DEFAULT)
+    option("--arms", choices=list(ARMS), nargs="+", default=list(ARM_NAMES), help="what is compared" + DEFAULT)
     option = bench.add_argument_group("how it is measured").add_argument
     option("--rounds", type=int, default=5, help="timed passes of each arm; the arms take turns" + DEFAULT)
     option("--warm-up", type=int, default=1, help="passes of each arm before the timed ones" + DEFAULT)
     option("--threads", type=int, default=usable_cores(), help="of every arm" + DEFAULT)
-    option("--memory-limit", type=float, metavar="GB", help="for weights and one pass (default: the machine's memory)")
-    option("--quick", action="store_true", help="other defaults: a tiny model in 2 rounds, to see that it runs")
     file = Path("outputs/bench.json")
     option("--output", type=Path, metavar="FILE", default=file, help="JSON file for the result" + DEFAULT)
-    option("--restart", action="store_true", help="do not continue an interrupted run")
 
 
-def _speed(parser: argparse.ArgumentParser, options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    if options.quick:  # parse again with small defaults; options that were set win
-        parser.set_defaults(**QUICK)
-        options = parser.parse_args(arguments)
+def _speed(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     output = options.output
     if output.is_dir():
         raise ToMeConfigError(f"--output {output} is a folder: name a file, such as {output}/speed.json.")
@@ -107,37 +91,28 @@ def _speed(parser: argparse.ArgumentParser, options: argparse.Namespace, argumen
         choose_runtime(**PROGRAMS[backend])  # raises if it is not installed
     timing = Timing(options.rounds, options.warm_up, options.threads)
     cases = _cases(options)
-    configs = make_configs(options.ratio, options.max_downsample, read_methods(options))
+    configs = make_configs(options.ratio, read_methods(options))
     for case in cases:
         case.arms = make_arms(case, options.arms, options.backend, configs)
     command = command_line(arguments, PROGRAM)
-    measured = measure_all(cases, timing, output, command, options.restart)
+    measured = measure_all(cases, timing, output, command)
     print("\n\n".join("\n".join(_lines(case)) for case in measured))
     print(f"written to {output}")
     return int(not all(case.with_status(MEASURED) for case in measured))
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:
+    model = options.architecture
     if options.model is not None:
         require_model_folder(options.model)
         # "./" distinguishes a folder from the architecture of the same name.
-        models = [f"./{options.model}" if str(options.model) in ARCHITECTURES else str(options.model)]
-    elif options.architecture is not None:
-        models = [options.architecture]
-    else:
-        models = ["tiny", *([str(BUNDLED)] if BUNDLED.is_dir() else [])]
-    fields = {"scope": options.scope, "memory_limit_gb": options.memory_limit}
-    if options.scope == "pipeline":
-        fields |= {"steps": options.steps, "guidance_scale": options.guidance_scale}
-    return [
-        make_case(model, size=size, batch=batch, dtype=dtype, **fields)
-        for model, dtype, size, batch in product(models, options.dtype, options.size, options.batch)
-    ]
+        model = f"./{options.model}" if str(options.model) in ARCHITECTURES else str(options.model)
+    return [make_case(model, size=size, batch=batch) for size, batch in product(options.size, options.batch)]
 
 
 def _lines(case: Case) -> Iterator[str]:
     """Median seconds, speed-up over plain in the same backend, and peak memory; a line for each arm."""
-    yield f"{case.name}, {case.dtype}: {case.tokens} tokens"
+    yield f"{case.name}: {case.tokens} tokens"
     width = max(len(arm.name) for arm in case.arms) + 2
     yield f"  {'arm':<{width}}{'kept':>7}{'seconds':>10}{'speed-up':>10}{'peak MB':>9}"
     plain = {arm.backend: arm.seconds for arm in case.with_status(MEASURED) if arm.arm == PLAIN}

@@ -43,7 +43,7 @@ DOCUMENTS.remove(RESULTS_PAGE)
 MARKED = re.compile(r"<!--= (.+?) -->(.*?)<!--/-->")
 ROW = re.compile(r"^\| (.*) <!--: (.+?) --> \|$", re.MULTILINE)
 
-PLACE = ("model", "scope", "size", "batch", "dtype", "backend")  # these fields identify the case of an arm
+PLACE = ("model", "scope", "size", "batch", "backend")  # these fields identify the case of an arm
 
 
 def update(text: str) -> str:

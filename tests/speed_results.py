@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 
 from lab.speed.cases import Arm, Case, make_case
-from lab.speed.catalog import CATALOG
+from lab.speed.catalog import BACKENDS
 
 from ppdiffusers_tome import ToMeConfig
 
@@ -46,8 +46,8 @@ def tiny(**fields):
     return make_case("tiny", **{"size": 128, **fields})
 
 
-def open_backend(name, workload, folder, catalog=CATALOG):
-    return catalog.backends[name].make(name, workload, 1, folder, catalog.attachers)
+def open_backend(name, workload, folder):
+    return BACKENDS[name].make(name, workload, 1, folder)
 
 
 def write(path, data):

@@ -15,13 +15,14 @@ from conftest import Recorder, make_unet, run, traces
 from lab.free_merge import attach_free_merge
 from lab.speed.architectures import ARCHITECTURES
 from lab.speed.cases import Arm, make_case, make_configs, read_cases
-from lab.speed.catalog import CATALOG, make_arms
+from lab.speed.catalog import make_arms
 from lab.speed.parity import check_parity, reference_of
-from lab.torch_unet import torch_versions, torch_weights
+from lab.speed.workloads import Workload
+from lab.torch_unet import TorchProcess, torch_weights
 from speed_results import config, open_backend, tiny
 from top_block import build_transformer
 
-from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError
+from ppdiffusers_tome import ToMeConfig, ToMeError
 from ppdiffusers_tome.attach.attach import attach, detach
 from ppdiffusers_tome.commands.merge_options import parse_settings
 from ppdiffusers_tome.families.models import find_blocks
@@ -36,8 +37,8 @@ def test_arms_have_their_own_configs():
     symmetric = {"method": "symmetric", "window": None}
     mergings = [{"method": "tomesd"}, *({**symmetric, **parse_settings(text)} for text in texts)]
     mergings += [{"window": 4}, {"window": 8}]
-    names, configs = ["plain", "tome", "built-in", "limit"], make_configs([0.5], [None], mergings)
-    arms = make_arms(tiny(), names, ["eager", "PyTorch"], configs)
+    names, configs = ["plain", "tome", "built-in", "limit"], make_configs([0.5], mergings)
+    arms = make_arms(tiny(), names, ["eager"], configs)
     assert [(arm.name, arm.kept) for arm in arms if arm.arm == "limit"] == [  # one for each number of tokens
         ("limit 0.5, tomesd, eager", 128),
         ("limit 0.75, todo, eager", 64),
@@ -46,9 +47,7 @@ def test_arms_have_their_own_configs():
     assert [arm.name for arm in arms if arm.arm == "built-in"] == [
         "built-in 0.5, tomesd, eager"
     ]  # it does not allow 0.75
-    of_torch = [arm.name for arm in arms if arm.backend == "PyTorch"]
-    assert of_torch == ["plain, PyTorch", "tomesd 0.5, PyTorch", "tomesd 0.75, PyTorch"]
-    configs = make_configs([0.75], [None], [{"method": method} for method in ("tomesd", "symmetric", "kv", "todo")])
+    configs = make_configs([0.75], [{"method": method} for method in ("tomesd", "symmetric", "kv", "todo")])
     case = make_case("tiny", size=72)  # 9×9 tokens: pairs may remove 60, todo removes all but 16
     arms = make_arms(case, ["limit"], ["eager"], configs)
     assert [(arm.name, arm.kept) for arm in arms] == [
@@ -59,7 +58,7 @@ def test_arms_have_their_own_configs():
 
 
 def test_arms_compute_what_they_should_and_leave_no_trace(tmp_path):
-    workload = CATALOG.open_workload(tiny())
+    workload = Workload(tiny())
     eager = open_backend("eager", workload, tmp_path)
     before, plain = traces(workload.denoiser), workload.run().numpy()
     out = {name: eager.output(Arm(name, config=config(0.5))) for name in ("tome", "built-in", "limit")}
@@ -69,9 +68,9 @@ def test_arms_compute_what_they_should_and_leave_no_trace(tmp_path):
     np.testing.assert_array_equal(workload.run().numpy(), plain)
     assert eager.peak_memory(Arm("tome", config=config(0.5))) > 0
     built_in = Arm("built-in", config=config(0.5))
-    check_parity(workload.case, [built_in], workload.set_inputs, eager.output, CATALOG)
+    check_parity([built_in], workload.set_inputs, eager.output)
     assert built_in.parity["against"] == "tomesd 0.5, eager" and built_in.parity["difference"] < 1e-5
-    assert reference_of(Arm("limit", "predictor", config(0.5)), CATALOG) == Arm("limit", config=config(0.5))
+    assert reference_of(Arm("limit", "predictor", config(0.5))) == Arm("limit", config=config(0.5))
 
 
 @pytest.mark.parametrize(
@@ -147,37 +146,21 @@ def interpreter(folder, script):
     return str(python)
 
 
-def test_pytorch_process_that_ends_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_PYTHON", interpreter(tmp_path, "exit 3"))
+def test_pytorch_process_that_ends_is_an_error(tmp_path):
     with pytest.raises(ToMeError, match="PyTorch's process ended with status 3 at 'load'"):
-        open_backend("PyTorch", CATALOG.open_workload(tiny()), tmp_path)
-    workload = CATALOG.open_workload(tiny())
-    workload.case.scope = "pipeline"
-    with pytest.raises(ToMeConfigError, match="with --scope unet only"):
-        open_backend("PyTorch", workload, tmp_path)
-
-
-def test_versions_of_pytorch_are_read_from_its_interpreter(tmp_path):
-    versions = {"torch": "9.9", "diffusers": "8.8", "tomesd": "7.7"}
-    assert torch_versions(interpreter(tmp_path, f"echo '{json.dumps(versions)}'")) == versions
-    with pytest.raises(ToMeConfigError, match=r"python cannot be used: no such package"):
-        torch_versions(interpreter(tmp_path, "echo no such package >&2; exit 1"))
-    with pytest.raises(ToMeConfigError, match=r"nothing cannot be used: .*No such file"):
-        torch_versions(str(tmp_path / "nothing"))
+        TorchProcess(interpreter(tmp_path, "exit 3"), tmp_path, make_unet(), threads=1)
 
 
 # In place of the packages, for an interpreter without them: a pass adds 1, or 2 where tomesd merges.
 STAND_INS = {
     "torch": """
 from contextlib import nullcontext as inference_mode
-bfloat16, from_numpy, set_num_threads = None, lambda x: x, lambda n: None
-def autocast(device, dtype, enabled): return inference_mode()
+from_numpy, set_num_threads = lambda x: x, lambda n: None
 """,
     "diffusers": """
 from types import SimpleNamespace
 import numpy as np
 class Output(np.ndarray):
-    def float(self): return self
     def numpy(self): return np.asarray(self)
 class UNet2DConditionModel:
     def __init__(self, sample_size=None): self.added = 1
@@ -189,7 +172,7 @@ class UNet2DConditionModel:
 """,
     "tomesd": """
 def remove_patch(unet): unet.added = 1
-def apply_patch(unet, ratio, max_downsample, use_rand, **others): assert ratio == 0.5 and not use_rand; unet.added = 2
+def apply_patch(unet, ratio): assert ratio == 0.5; unet.added = 2
 """,
 }
 
@@ -200,26 +183,30 @@ def test_pytorch_process_exchanges_weights_inputs_and_outputs(tmp_path, monkeypa
         (tmp_path / f"{name}-1.dist-info").mkdir()
         (tmp_path / f"{name}-1.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: 1\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("TORCH_PYTHON", sys.executable)
-    workload = CATALOG.open_workload(tiny())
-    pytorch = open_backend("PyTorch", workload, tmp_path)
-    for seed in (0, 1):
-        workload.set_inputs(seed)
-        sample = workload.inputs["sample"].numpy()
-        for arm, added in ((Arm("plain", "PyTorch"), 1), (Arm("tome", "PyTorch", config(0.5)), 2)):
-            np.testing.assert_array_equal(pytorch.output(arm), sample + added)
-            assert 0 < pytorch.seconds(arm) < 1 and pytorch.peak_memory(arm) is None
-    pytorch.close()
+    with TorchProcess(sys.executable, tmp_path, make_unet(), threads=1) as process:
+        assert process.versions == {"torch": "1", "diffusers": "1", "tomesd": "1"}
+        for seed in (0, 1):
+            inputs = inputs_of(seed)
+            process.set_inputs(inputs)
+            for merging, added in ((None, 1), ({"ratio": 0.5}, 2)):
+                np.testing.assert_array_equal(process.output(merging), inputs["sample"] + added)
+
+
+def inputs_of(seed):
+    """Of `make_unet`."""
+    workload = Workload(tiny())
+    workload.set_inputs(seed)
+    return {name: value.numpy() for name, value in workload.inputs.items()}
 
 
 @pytest.mark.skipif(TORCH_PYTHON is None, reason="TOME_TORCH_PYTHON names no interpreter with torch and tomesd")
-@pytest.mark.parametrize(("name", "smallest", "largest"), [("PyTorch", 0, 1e-5), ("PyTorch-bf16", 1e-3, 0.1)])
-def test_pytorch_computes_what_eager_does(tmp_path, monkeypatch, name, smallest, largest):
-    monkeypatch.setenv("TORCH_PYTHON", TORCH_PYTHON)
-    workload = CATALOG.open_workload(tiny())
-    eager, pytorch = (open_backend(backend, workload, tmp_path) for backend in ("eager", name))
-    for kind, ratio in (("plain", 0.0), ("tome", 0.5), ("plain", 0.0)):
-        expected, arm = eager.output(Arm(kind, config=config(ratio))), Arm(kind, name, config(ratio))
-        assert smallest <= np.abs(pytorch.output(arm) - expected).max() / np.abs(expected).max() <= largest
-        assert pytorch.seconds(arm) > 0 and pytorch.peak_memory(arm) is None
-    pytorch.close()
+def test_pytorch_computes_what_eager_does(tmp_path):
+    workload = Workload(tiny())
+    eager = open_backend("eager", workload, tmp_path)
+    inputs = {name: value.numpy() for name, value in workload.inputs.items()}
+    with TorchProcess(TORCH_PYTHON, tmp_path, workload.denoiser, threads=1) as process:
+        process.set_inputs(inputs)
+        for kind, ratio in (("plain", 0.0), ("tome", 0.5), ("plain", 0.0)):
+            expected = eager.output(Arm(kind, config=config(ratio)))
+            merging = {"ratio": ratio, "use_rand": False} if ratio else None
+            assert np.abs(process.output(merging) - expected).max() / np.abs(expected).max() <= 1e-5

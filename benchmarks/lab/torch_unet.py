@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from paddle import nn
 
-from ppdiffusers_tome import ToMeConfigError, ToMeError
+from ppdiffusers_tome import ToMeError
 
 WORKER = Path(__file__).with_name("torch_worker.py")
 
@@ -22,13 +22,12 @@ class TorchProcess:
         python, threads: an interpreter that has torch, diffusers and tomesd, and how many threads it computes with.
         folder: where weights, inputs and outputs are exchanged; it exists.
         unet: a UNet2DConditionModel without merging.
-        is_bf16: compute under autocast to bfloat16, which only some CPUs have in hardware.
 
     Raises:
         ToMeError: the process ended, now or later; what it printed is on stderr.
     """
 
-    def __init__(self, python: str, folder: Path, unet: nn.Layer, threads: int, is_bf16: bool = False) -> None:
+    def __init__(self, python: str, folder: Path, unet: nn.Layer, threads: int) -> None:
         self._arrays, self._output = folder / "arrays.npz", folder / "output.npy"
         reader, writer = os.pipe()
         self._process = subprocess.Popen(
@@ -42,7 +41,7 @@ class TorchProcess:
         self._answers = os.fdopen(reader, encoding="utf-8")
         config = {name: value for name, value in dict(unet.config).items() if not name.startswith("_")}
         np.savez(self._arrays, **torch_weights(unet))
-        about = {"threads": threads, "config": config, "weights": str(self._arrays), "is_bf16": is_bf16}
+        about = {"threads": threads, "config": config, "weights": str(self._arrays)}
         self.versions: dict[str, str] = self._ask("load", **about)
 
     def set_inputs(self, inputs: Mapping[str, np.ndarray]) -> None:
@@ -50,12 +49,8 @@ class TorchProcess:
         np.savez(self._arrays, **inputs)
         self._ask("set_inputs", inputs=str(self._arrays))
 
-    def seconds(self, merging: Mapping[str, Any] | None) -> float:
-        """Time one pass, merged by tomesd with these arguments; None merges nothing."""
-        return float(self._ask("run", merging=merging))
-
     def output(self, merging: Mapping[str, Any] | None) -> np.ndarray:
-        """The prediction of one pass, merged as in `seconds`."""
+        """The prediction of one pass, merged by tomesd with these arguments; None merges nothing."""
         self._ask("run", merging=merging, output=str(self._output))
         return np.load(self._output)
 
@@ -86,20 +81,3 @@ def torch_weights(model: nn.Layer) -> dict[str, np.ndarray]:
     linear = {f"{path}.weight" for path, layer in model.named_sublayers() if isinstance(layer, nn.Linear)}
     arrays = {name: value.numpy() for name, value in model.state_dict().items()}
     return {name: np.ascontiguousarray(x.T) if name in linear else x for name, x in arrays.items()}
-
-
-def torch_versions(python: str) -> dict[str, str]:
-    """The versions of torch, diffusers and tomesd in an interpreter.
-
-    Raises:
-        ToMeConfigError: it cannot be run, or lacks one of them.
-    """
-    code = "import torch, diffusers, tomesd, json, importlib.metadata as m; "
-    code += "print(json.dumps({n: m.version(n) for n in ('torch', 'diffusers', 'tomesd')}))"
-    try:
-        done = subprocess.run([python, "-W", "ignore", "-c", code], capture_output=True, text=True)
-    except OSError as error:
-        raise ToMeConfigError(f"{python} cannot be used: {error}") from None
-    if done.returncode:
-        raise ToMeConfigError(f"{python} cannot be used: {done.stderr.strip().splitlines()[-1]}")
-    return json.loads(done.stdout.splitlines()[-1])

@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 import sys
-import time
 from importlib.metadata import version
 from typing import Any
 
@@ -20,14 +19,14 @@ from diffusers import UNet2DConditionModel
 class Worker:
     """A UNet in which tomesd merges on request, with the inputs of its passes."""
 
-    def load(self, threads: int, config: dict[str, Any], weights: str, is_bf16: bool) -> dict[str, str]:
+    def load(self, threads: int, config: dict[str, Any], weights: str) -> dict[str, str]:
         """Build the UNet from a config and a NumPy archive of weights; the versions of the packages."""
         torch.set_num_threads(threads)
         known = inspect.signature(UNet2DConditionModel.__init__).parameters
         self.unet = UNet2DConditionModel(**{name: value for name, value in config.items() if name in known}).eval()
         with np.load(weights) as arrays:
             self.unet.load_state_dict({name: torch.from_numpy(arrays[name]) for name in arrays.files}, strict=True)
-        self.is_bf16, self.merging = is_bf16, None
+        self.merging = None
         return {name: version(name) for name in ("torch", "diffusers", "tomesd")}
 
     def set_inputs(self, inputs: str) -> None:
@@ -35,21 +34,16 @@ class Worker:
         with np.load(inputs) as arrays:
             self.inputs = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
 
-    def run(self, merging: dict[str, Any] | None, output: str | None = None) -> float:
-        """One pass: the seconds that it took; with a path its output is written there as a NumPy file."""
+    def run(self, merging: dict[str, Any] | None, output: str) -> None:
+        """Write the output of one pass as a NumPy file."""
         if merging != self.merging:
             merge(self.unet, merging)
             self.merging = merging
         others = dict(self.inputs)
         # By position, because tomesd does not see keyword arguments.
         positional = [others.pop(name) for name in ("sample", "timestep", "encoder_hidden_states")]
-        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, self.is_bf16):
-            start = time.perf_counter()
-            predicted = self.unet(*positional, added_cond_kwargs=others or None).sample
-            seconds = time.perf_counter() - start
-        if output:
-            np.save(output, predicted.float().numpy())
-        return seconds
+        with torch.inference_mode():
+            np.save(output, self.unet(*positional, added_cond_kwargs=others or None).sample.numpy())
 
 
 def merge(unet: Any, merging: dict[str, Any] | None) -> None:

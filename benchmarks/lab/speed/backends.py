@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,60 +16,53 @@ from ppdiffusers.models.attention_processor import Attention, AttnProcessor, Sli
 
 from ppdiffusers_tome.attach.attach import attach, detach
 from ppdiffusers_tome.comparison.clock import seconds_of
-from ppdiffusers_tome.config import ToMeConfig
-from ppdiffusers_tome.errors import ToMeConfigError
 from ppdiffusers_tome.files import write_file
-from ppdiffusers_tome.grid import Grid
-from ppdiffusers_tome.inference import ProgramFile, Size, choose_runtime, load_pipeline
+from ppdiffusers_tome.inference import ProgramFile, Size, choose_runtime
 from ppdiffusers_tome.inference.conversion import Converter
-from ppdiffusers_tome.inference.export import share_weights, unmerged_programs, write_export
+from ppdiffusers_tome.inference.export import share_weights
 from ppdiffusers_tome.inference.folder import ONNX_WEIGHTS, ExportedFolder
-from ppdiffusers_tome.inference.manifest import MANIFEST
 from ppdiffusers_tome.inference.onnx_weights import SharedWeights
 from ppdiffusers_tome.inference.tracing import save
 
 from ..cache import Cache, program_key
 from .cases import PLANNED, PROGRAMS, Arm
-from .memory import available_bytes, current_bytes, limited, peak_bytes
-from .workloads import PipelineWorkload, Workload, as_array
+from .memory import available_bytes, current_bytes, peak_bytes
+from .others import ATTACHERS
+from .workloads import Workload
 
-Run = Callable[[bool], Any]  # one pass; the argument is `is_short` of Workload.run
+Run = Callable[[], Any]  # one pass
 MEMORY_SHARE = 4  # programs stay loaded if they need at most 1/4 of the available memory
-Attach = Callable[[nn.Layer, ToMeConfig, Grid], None]  # changes a denoiser for latents of a grid
 
 
 class Backend(ABC):
-    """Computes the arms of a workload. What `prepared` does is neither timed nor under the memory limit.
+    """Computes the arms of a workload. What `prepared` does is not timed.
 
     Args:
-        name: in `Catalog.backends`.
+        name: in `catalog.BACKENDS`.
         threads: of programs; those of eager Paddle are the process's.
         programs: the folder in which exported programs are cached; it may not exist yet.
-        attachers: by arm, what changes the denoiser; that of an arm without an entry merges with this package.
     """
 
-    def __init__(
-        self, name: str, workload: Workload, threads: int, programs: Path, attachers: Mapping[str, Attach]
-    ) -> None:
+    def __init__(self, name: str, workload: Workload, threads: int, programs: Path) -> None:
         self.name, self.workload, self.threads, self.programs = name, workload, threads, programs
-        self.attachers = attachers
 
     @abstractmethod
     def prepared(self, arm: Arm) -> AbstractContextManager[Run]:
         """A context that yields a function which makes one pass of the arm."""
 
     def output(self, arm: Arm) -> np.ndarray:
-        """What one (short) pass computes."""
-        with self.prepared(arm) as run, self._limited():
-            return as_array(run(True))
+        """What one pass computes."""
+        with self.prepared(arm) as run:
+            output = run()
+            return output if isinstance(output, np.ndarray) else output.numpy()
 
     def seconds(self, arm: Arm) -> float:
         """How long one pass takes."""
-        with self.prepared(arm) as run, self._limited():
-            return seconds_of(lambda: run(False))
+        with self.prepared(arm) as run:
+            return seconds_of(run)
 
     def peak_memory(self, arm: Arm) -> int | None:
-        """Bytes at the peak of one (short) pass with the weights, by Paddle's counter; None if it does not see it."""
+        """Bytes at the peak of one pass with the weights, by Paddle's counter; None if it does not see it."""
         self.output(arm)
         return None
 
@@ -83,15 +76,10 @@ class Backend(ABC):
         """Change a denoiser as the arm does; nothing changes for an arm that does not merge."""
         if arm.config is None:
             return
-        attacher = self.attachers.get(arm.arm)
-        if attacher is None:
-            attach(denoiser, arm.config, None)
+        if arm.arm in ATTACHERS:
+            ATTACHERS[arm.arm](denoiser, arm.config, self.workload.latent)
         else:
-            attacher(denoiser, arm.config, self.workload.latent)
-
-    def _limited(self) -> AbstractContextManager[None]:
-        gigabytes = self.workload.case.memory_limit_gb
-        return limited(None if gigabytes is None else int(gigabytes * 1e9), self.workload.weights)
+            attach(denoiser, arm.config, None)
 
 
 class EagerBackend(Backend):
@@ -120,17 +108,15 @@ class EagerBackend(Backend):
     def peak_memory(self, arm: Arm) -> int | None:
         with self.prepared(arm) as run:
             before = current_bytes()
-            peak = peak_bytes(lambda: run(True))
+            peak = peak_bytes(run)
         return None if peak is None else peak - before + self.workload.weights
 
 
 class ProgramBackend(Backend):
     """Exported programs in one runtime, which are loaded once, or for each pass if memory is short."""
 
-    def __init__(
-        self, name: str, workload: Workload, threads: int, programs: Path, attachers: Mapping[str, Attach]
-    ) -> None:
-        super().__init__(name, workload, threads, programs, attachers)
+    def __init__(self, name: str, workload: Workload, threads: int, programs: Path) -> None:
+        super().__init__(name, workload, threads, programs)
         self._runtime = choose_runtime(threads=threads, **PROGRAMS[name])
         self._converter = Converter() if self._runtime.format == "onnx" else None
         planned = sum(arm.backend in PROGRAMS for arm in workload.case.with_status(PLANNED))
@@ -138,17 +124,16 @@ class ProgramBackend(Backend):
         self._loaded: dict[str, Run] = {}
         self._peaks: dict[str, int | None] = {}
         self._cache = Cache(programs)
-        self._earlier: Path | None = None
 
     @contextmanager
     def prepared(self, arm: Arm) -> Iterator[Run]:
         run = self._loaded.get(arm.name)
         if run is None:
-            is_pipeline = isinstance(self.workload, PipelineWorkload)
-            load = self._export_pipeline(arm) if is_pipeline else self._export(arm)
+            file = self._export(arm)
             before = current_bytes()
-            run = loaded = load()
-            peak = peak_bytes(lambda: loaded(True))  # the first pass of a program prepares its kernels
+            program = self._runtime.load(ExportedFolder(self.programs), file)
+            run = loaded = lambda: program(**self.workload.inputs)[0]
+            peak = peak_bytes(loaded)  # the first pass of a program prepares its kernels
             self._peaks[arm.name] = None if peak is None else peak - before  # the weights are the program's own
         if self._stays_loaded:
             self._loaded[arm.name] = run
@@ -165,29 +150,20 @@ class ProgramBackend(Backend):
         if self._converter:
             self._converter.close()
 
-    def _key(self, arm: Arm) -> str:
-        case = self.workload.case
-        return program_key(case.scope, case.size, arm.arm, arm.config, self._runtime.format)
-
-    def _export(self, arm: Arm) -> Callable[[], Run]:
-        """Trace an arm unless its program is cached; a function that loads it."""
-        workload, key, size = self.workload, self._key(arm), self.workload.case.size
+    def _export(self, arm: Arm) -> ProgramFile:
+        """The program of an arm, which is traced unless it is cached."""
+        workload, size = self.workload, self.workload.case.size
+        key = program_key(size, arm.arm, arm.config, self._runtime.format)
         file = self._cache.load_program(key)
         if file is None:
             shutil.rmtree(self.programs / key, ignore_errors=True)  # of a process that ended while it wrote
             traceable = workload.traceable()
             self.attach(getattr(traceable.layer, "unet", traceable.layer), arm)
-            ratio = arm.config.ratio if arm.config else 0.0
-            planned = ProgramFile(workload.case.scope, size=Size(size, size), ratio=ratio)
+            planned = ProgramFile("unet", size=Size(size, size), ratio=arm.ratio)
             file = save(traceable, planned, self.programs, key, workload.dims, self.threads, self._converter)
             file = self._share_weights(file, key)
             self._cache.store_program(file, key)
-
-        def load() -> Run:
-            program = self._runtime.load(ExportedFolder(self.programs), file)
-            return lambda is_short: program(**workload.inputs)[0]
-
-        return load
+        return file
 
     def _share_weights(self, file: ProgramFile, key: str) -> ProgramFile:
         """The program with weights that are on the disk once for all arms."""
@@ -204,31 +180,3 @@ class ProgramBackend(Backend):
         write_file(index, json.dumps(weights.places))
         shutil.rmtree(self.programs / key)
         return replace(file, program=None, params=None, onnx=f"{key}.onnx")
-
-    def _export_pipeline(self, arm: Arm) -> Callable[[], Run]:
-        workload = self.workload
-        assert isinstance(workload, PipelineWorkload)
-        if arm.arm in self.attachers:
-            raise ToMeConfigError(f"export_pipeline cannot export the arm {arm.arm!r}: leave it out.")
-        folder = self.programs / self._key(arm)
-        sizes = [(workload.case.size, workload.case.size)]
-        config = arm.config or ToMeConfig(ratio=0)
-        if not (folder / MANIFEST).is_file():
-            linked = [] if self._earlier is None else unmerged_programs(self._earlier)
-            write_export(
-                workload.pipe,
-                folder,
-                [config],
-                sizes,
-                format=self._runtime.format,
-                linked=linked,
-                progress=False,
-            )
-        self._earlier = folder
-
-        def load() -> Run:
-            pipe = load_pipeline(folder, threads=self.threads, **PROGRAMS[self.name])
-            pipe.set_progress_bar_config(disable=True)
-            return lambda is_short: workload.run(is_short, pipe)
-
-        return load

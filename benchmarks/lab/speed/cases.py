@@ -3,15 +3,12 @@
 The same objects are planned, sent to the worker, stored in the result file and read back from it.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
-
-import paddle
 
 from ppdiffusers_tome.attach.placement import tokens_kept
 from ppdiffusers_tome.comparison.results import check_result
@@ -23,6 +20,7 @@ from ppdiffusers_tome.wording import method_in_words
 from .architectures import Architecture, architecture_of
 
 PLAIN, MEMORY_EFFICIENT, TOME, BOTH = "plain", "memory-efficient", "tome", "both"
+BUILT_IN, LIMIT = "built-in", "limit"  # what others.py computes
 EAGER, PREDICTOR, ONNX_RUNTIME = "eager", "predictor", "onnxruntime"
 OPENVINO, OPENVINO_BF16 = "openvino", "openvino-bf16"
 # Backends that run exported programs, and the settings of `load_pipeline` that they stand for.
@@ -33,12 +31,10 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     OPENVINO_BF16: {"runtime": "openvino", "precision": "bf16"},
 }
 PROGRAM_FORMATS = {backend: RUNTIMES[settings["runtime"]].format for backend, settings in PROGRAMS.items()}
-IN_FP32 = {OPENVINO_BF16: OPENVINO}  # the same programs in fp32
-PLANNED, MEASURED, NOT_MEASURED = "planned", "measured", "not measured"
-OUT_OF_MEMORY, ERROR = "out of memory", "error"
-BACKENDS = (EAGER, *PROGRAMS)
-DTYPES = ("float32", "float16", "bfloat16")
-SCOPES = {"unet": "one UNet pass", "pipeline": "whole images"}
+ROUNDED = (OPENVINO_BF16,)  # backends that compute in bfloat16
+PLANNED, MEASURED, ERROR = "planned", "measured", "error"
+SCOPES = {"unet": "one UNet pass"}
+BEFORE_3 = ("dtype", "steps", "guidance_scale", "memory_limit_gb")  # fields of cases in earlier results
 UNMERGED = (PLAIN, MEMORY_EFFICIENT)
 ARM_NAMES = {PLAIN: "plain", MEMORY_EFFICIENT: "memory-efficient", TOME: "ToMe", BOTH: "ToMe + memory-efficient"}
 
@@ -47,12 +43,12 @@ ARM_NAMES = {PLAIN: "plain", MEMORY_EFFICIENT: "memory-efficient", TOME: "ToMe",
 class Arm:
     """One way to compute a case, and what it cost; the fields are those of the result file."""
 
-    arm: str  # one of `Catalog.arms`
-    backend: str = EAGER  # or another one of `Catalog.backends`
+    arm: str  # one of `catalog.ARMS`
+    backend: str = EAGER  # or another one of `catalog.BACKENDS`
     config: ToMeConfig | None = None  # how tokens merge; None: they do not
     attention: str = "plain"  # or "slicing", "xformers"
     kept: int = 0  # tokens after merging, at the shallowest level with attention
-    status: str = PLANNED  # until MEASURED, OUT_OF_MEMORY or ERROR; or NOT_MEASURED
+    status: str = PLANNED  # until MEASURED or ERROR
     reason: str | None = None  # why it was not measured
     seconds: list[float] = field(default_factory=list)  # the time of each round
     parity: dict[str, Any] | None = None  # "against": an arm's name; "difference": relative
@@ -74,7 +70,7 @@ class Arm:
         """How tokens merge, in words, without ratio, level and dst; "" if they do not."""
         if self.config is None:
             return ""
-        # The arms of benchmarks/speed.py have neither windows nor weights.
+        # The arms of others.py have neither windows nor weights.
         others = () if self.arm in ARM_NAMES else ("window", "proportional")
         return method_in_words(self.config, without=("max_downsample", "use_rand", *others))
 
@@ -82,8 +78,7 @@ class Arm:
     def name(self) -> str:
         """In words, such as "default 0.5, windows of 8, eager"; no two arms of a case have the same."""
         level = "" if self.max_downsample is None else f", max_downsample {self.max_downsample}"
-        dst = f", dst of seed {self.config.seed}" if self.config and self.config.use_rand else ""  # in `tune` alone
-        return f"{self.label(f' {self.ratio:.15g}')}{level}{dst}, {self.backend}"
+        return f"{self.label(f' {self.ratio:.15g}')}{level}, {self.backend}"
 
     def label(self, ratio: str = "") -> str:
         """In words, such as "default, windows of 8", without level and backend; `ratio` follows the first words."""
@@ -95,9 +90,9 @@ class Arm:
             return words.replace("ToMe", method) + ratio + comma + differences
         return f"{words}{ratio}, {self.method}"
 
-    def fail(self, status: str, reason: str) -> None:
+    def fail(self, reason: str) -> None:
         """Record that the arm cannot be measured; its seconds are dropped."""
-        self.status, self.reason, self.seconds = status, reason, []
+        self.status, self.reason, self.seconds = ERROR, reason, []
 
 
 @dataclass
@@ -105,15 +100,11 @@ class Case:
     """One model at one size, with the arms that take turns on it; the fields are those of the result file."""
 
     model: str  # a name in ARCHITECTURES, or a pipeline's folder
-    scope: str = "unet"  # one of `Catalog.scopes`
+    scope: str = "unet"  # what is timed: one of SCOPES, or in words
     size: int = 512  # px, of a square image
-    batch: int = 2  # rows of the UNet or block; images of a pipeline
-    dtype: str = "float32"  # one of DTYPES
-    steps: int | None = None  # pipelines only
-    guidance_scale: float | None = None  # pipelines only
+    batch: int = 2  # rows of the UNet or block
     latent: list[int] = field(default_factory=list)  # height and width of the latents
     tokens: int = 0  # at the shallowest level with attention
-    memory_limit_gb: float | None = None  # 10⁹ bytes for weights and one pass on the CPU; None: the machine's
     arms: list[Arm] = field(default_factory=list)
 
     @classmethod
@@ -123,7 +114,7 @@ class Case:
         for arm in fields["arms"]:
             known = {name: value for name, value in arm.items() if name != "shares"}  # results before 3.0 have it
             arms.append(Arm(**{**known, "config": arm["config"] and ToMeConfig(**upgraded(arm["config"]))}))
-        return cls(**{**fields, "arms": arms})
+        return cls(**{**{name: value for name, value in fields.items() if name not in BEFORE_3}, "arms": arms})
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -133,8 +124,7 @@ class Case:
     @property
     def name(self) -> str:
         """In words, such as "sd15, one UNet pass, 512 px, batch 2"."""
-        limit = "" if self.memory_limit_gb is None else f", limit {self.memory_limit_gb:g} GB"
-        return f"{self.model}, {SCOPES.get(self.scope, self.scope)}, {self.size} px, batch {self.batch}{limit}"
+        return f"{self.model}, {SCOPES.get(self.scope, self.scope)}, {self.size} px, batch {self.batch}"
 
     def with_status(self, *statuses: str) -> list[Arm]:
         """The arms that have one of these statuses."""
@@ -151,7 +141,7 @@ class Case:
         first, level = self.architecture.first_level, config.max_downsample
         if level is not None and level < first:
             raise ToMeConfigError(
-                f"--max-downsample {level} is not allowed: {self.model} has attention from level {first} on."
+                f"max_downsample={level} is not allowed: {self.model} has attention from level {first} on."
             )
         kept = tokens_kept(config, self.architecture.first_grid(self.size))
         if kept.keys == self.tokens:
@@ -176,15 +166,13 @@ class Timing:
                 raise ToMeConfigError(f"{option} is not allowed: it must be from 1 to {maximum:,}.")
 
 
-def make_configs(
-    ratios: Sequence[float], levels: Sequence[int | None], mergings: Sequence[Mapping[str, Any]] = ()
-) -> list[ToMeConfig]:
-    """All combinations of ratios, values of `max_downsample`, and other settings; settings that have their own win.
+def make_configs(ratios: Sequence[float], mergings: Sequence[Mapping[str, Any]] = ()) -> list[ToMeConfig]:
+    """All combinations of ratios and other settings; settings that have a ratio keep it.
 
     dst is the first token of every cell, so that results do not depend on a seed. It takes the same time.
 
     Args:
-        ratios, levels: values of `ratio` and `max_downsample`.
+        ratios: values of `ratio`.
         mergings: settings as `config.parse_settings` returns them; none: the defaults of `ToMeConfig`.
 
     Raises:
@@ -192,8 +180,7 @@ def make_configs(
     """
     if any(settings.get("use_rand") for settings in mergings):
         raise ToMeConfigError("--merging use_rand is not allowed: every arm has fixed dst, as fast as random ones.")
-    combinations = product(ratios, levels, mergings or [{}])
-    bases = ({"ratio": ratio, "max_downsample": level, **settings} for ratio, level, settings in combinations)
+    bases = ({"ratio": ratio, **settings} for ratio, settings in product(ratios, mergings or [{}]))
     return list(dict.fromkeys(ToMeConfig(**{**base, "use_rand": False}) for base in bases))  # a value may be repeated
 
 
@@ -201,24 +188,15 @@ def make_case(model: str, **fields: Any) -> Case:
     """A case without arms, from the fields of `Case` that say what to measure.
 
     Raises:
-        ToMeConfigError: a value is not allowed, or cannot be measured on this machine.
+        ToMeConfigError: a value is not allowed.
     """
     case = Case(model, **fields)
-    architecture, limit, guidance = case.architecture, case.memory_limit_gb, case.guidance_scale
-    for name, minimum in (("batch", 1), ("size", architecture.factor), ("steps", 1)):
-        value = getattr(case, name)
-        if value is not None and value < minimum:
+    architecture = case.architecture
+    for name, minimum in (("batch", 1), ("size", architecture.factor)):
+        if (value := getattr(case, name)) < minimum:
             raise ToMeConfigError(f"--{name} {value} is not allowed: it must be {minimum} or more.")
     if case.size % architecture.factor:
         raise ToMeConfigError(f"--size {case.size} is not allowed: it must be a multiple of {architecture.factor} px.")
-    if guidance is not None and not math.isfinite(guidance):
-        raise ToMeConfigError(f"--guidance-scale {guidance} is not allowed: it must be a finite number.")
-    if limit is not None and not 0 < limit <= 10**6:
-        raise ToMeConfigError(f"--memory-limit {limit:g} is not allowed: it must be above 0 and at most 1,000,000 GB.")
-    if case.dtype == "float16" and paddle.get_device() == "cpu":
-        raise ToMeConfigError("--dtype float16 is not allowed on the CPU, where Paddle lacks kernels: pass float32.")
-    if case.scope == "pipeline" and architecture.of != model:
-        raise ToMeConfigError("--scope pipeline needs --model FOLDER: an --architecture is a UNet only.")
     case.latent, case.tokens = list(architecture.latent(case.size)), architecture.first_grid(case.size).tokens
     return case
 

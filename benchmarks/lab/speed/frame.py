@@ -9,12 +9,12 @@ import pandas as pd
 from ppdiffusers_tome.comparison.results import read_json
 from ppdiffusers_tome.errors import ToMeConfigError
 
-from .cases import ARM_NAMES, BACKENDS, BOTH, MEMORY_EFFICIENT, PLAIN, TOME, read_cases
+from .cases import ARM_NAMES, BOTH, MEMORY_EFFICIENT, PLAIN, TOME, read_cases
 
-CASE = ["model", "scope", "size", "batch", "dtype", "steps", "guidance_scale", "memory_limit_gb"]  # equal if repeated
+CASE = ["model", "scope", "size", "batch"]  # equal if repeated
 KEY = ["case", "arm", "backend", "ratio", "max_downsample", "method"]  # identifies an arm within a frame
 MACHINE = ("machine", "device", "paddlepaddle", "paddlepaddle-gpu", "ppdiffusers")  # what seconds depend on
-NUMBERS = ("steps", "guidance_scale", "memory_limit_gb", "max_downsample", "peak_memory_bytes", "macs")
+NUMBERS = ("max_downsample", "peak_memory_bytes", "macs")
 UNMERGED: dict[str, Any] = {"ratio": 0.0, "max_downsample": 0, "method": ""}
 
 
@@ -22,11 +22,11 @@ def read_frame(files: Sequence[Path]) -> pd.DataFrame:
     """The arms of all speed results among the files; files of other kinds are left out.
 
     The columns are the fields and properties of the arm, its case and its file; missing numbers are NaN, and
-    `max_downsample` is 0 if the option was not used. In addition:
+    `max_downsample` is 0 if it was not set. In addition:
 
     - `case`: its number. `case_name`: in words, such as "sd15, one UNet pass, 512 px, batch 2".
     - `machine`: what seconds depend on.
-    - `is_ours`: whether benchmarks/speed.py does not add the arm; `merges`: whether it merges tokens too.
+    - `is_ours`: whether the arm is not one of others.py; `merges`: whether it merges tokens too.
     - `time`, `time_low`, `time_high`: median and quartiles of the seconds; NaN if the arm was not measured.
     - `over_plain` (in the same backend), `over_efficient` (memory-efficient attention): the time of that arm over that
       of this one, as medians and quartiles of the ratios within rounds; NaN unless both were measured and differ.
@@ -49,7 +49,7 @@ def read_frame(files: Sequence[Path]) -> pd.DataFrame:
             about["case_name"] = case.name
             for arm in case.arms:
                 own = {name: getattr(arm, name) for name in ("name", "ratio", "max_downsample", "method")}
-                own |= {"is_ours": arm.arm in ARM_NAMES and arm.backend in BACKENDS}
+                own |= {"is_ours": arm.arm in ARM_NAMES}
                 rows.append({**vars(case), **about, **vars(arm), **own})
     if len(others) == len(files):
         names = ", ".join(f"{file} ({kind})" for file, kind in others) or "no file"

@@ -1,14 +1,12 @@
-"""Memory of one pass: measure its peak by Paddle's own counters, and limit it.
+"""The peak of the memory of one pass, by Paddle's own counters.
 
 Paddle counts the bytes of its tensors ("Allocated"), now and at their peak. Paddle 3 can reset the peak, Paddle 2.6
 cannot. There a ballast fills the gap between now and the peak, so that every further byte raises it. On the CPU the
 pages of the ballast are never touched, so they cost no memory.
 """
 
-import contextlib
 import gc
-import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,6 @@ from paddle import nn
 from paddle.base import core
 
 PIECE = 1 << 30  # bytes of ballast per allocation: Linux refuses a single allocation larger than the memory
-RESERVE = 256 << 20  # bytes for the rest of the machine if no limit is set
-MESSAGES = ("ResourceExhausted", "Out of memory", "out of memory", "bad_alloc", "allocate memory", "MemoryError")
 
 
 def weights_bytes(model: nn.Layer) -> int:
@@ -61,45 +57,6 @@ def peak_bytes(run: Callable[[], Any]) -> int | None:
     gc.collect()
     run()
     return None
-
-
-def is_out_of_memory(error: BaseException | str) -> bool:
-    """Whether an error, or the stderr of a process, reports that memory ran out."""
-    return isinstance(error, MemoryError) or any(message in str(error) for message in MESSAGES)
-
-
-@contextlib.contextmanager
-def limited(limit: int | None, weights: int) -> Iterator[None]:
-    """Limit the memory of this process within the context. An allocation above the limit raises MemoryError in Paddle.
-
-    Without a limit the system ends the process when memory runs out, and its measurements are lost. On a GPU nothing
-    is limited, because drivers reserve more addresses than the machine has memory.
-
-    Args:
-        limit: bytes for the weights and one pass; None: all that is available on the machine now.
-        weights: bytes of the weights. They are loaded already and count towards the limit.
-    """
-    if paddle.get_device() != "cpu":
-        yield
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    room = available_bytes() - RESERVE if limit is None else limit - weights
-    allowed = max((_number(Path("/proc/self/status"), "VmData:") << 10) + room, 0)
-    if hard != resource.RLIM_INFINITY:
-        allowed = min(allowed, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (allowed, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def count_ended_processes() -> int | None:
-    """How many processes the system has ended because memory ran out; None if it does not report that."""
-    try:
-        return _number(Path("/proc/vmstat"), "oom_kill ")
-    except (OSError, StopIteration):
-        return None
 
 
 def available_bytes() -> int:

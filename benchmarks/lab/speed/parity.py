@@ -6,27 +6,24 @@ import numpy as np
 
 from ppdiffusers_tome.inference.tracing import image_differences, relative_difference
 
-from .cases import BOTH, EAGER, ERROR, MEMORY_EFFICIENT, PLAIN, Arm, Case
-from .catalog import CATALOG, Catalog
+from .cases import BOTH, EAGER, MEMORY_EFFICIENT, PLAIN, Arm
+from .catalog import ARMS, BACKENDS
 
 # If the similarities of two dst differ by less than rounding, two correct programs may choose differently. So each
 # image of an arm must agree for one of several random inputs.
 TRIES = 5
 MIN_CHANGE = 1e-4  # by merging, relative to the plain output
 OTHER_ATTENTION = 1e-4  # rounds differently, and merging amplifies that from block to block
-PIPELINE = 1e-2  # for images from 0 to 1, after two steps and the VAE
-HALF = 1e-1  # float16 and bfloat16, without merging
+HALF = 1e-1  # bfloat16, without merging
 MERGED_HALF = 1e-1  # the mean over the output, where other pairs merge because of rounding
 
 Output = Callable[[Arm], np.ndarray | None]
 
 
 def check_parity(
-    case: Case,
     arms: Sequence[Arm],
     set_inputs: Callable[[int], None],
     output: Output,
-    catalog: Catalog = CATALOG,
 ) -> None:
     """Set the `parity` of arms that agree with their references, if they have any; fail the arms that differ.
 
@@ -46,7 +43,7 @@ def check_parity(
 
         for name, arm in list(unequal.items()):
             values = output_once(arm)
-            reasons[name] = "" if values is None else _compare(case, arm, values, output_once, smallest, catalog)
+            reasons[name] = "" if values is None else _compare(arm, values, output_once, smallest)
             if not reasons[name]:
                 del unequal[name]
         if not unequal:
@@ -54,31 +51,27 @@ def check_parity(
     if seed:
         set_inputs(0)
     for name, arm in unequal.items():
-        arm.fail(ERROR, f"not timed, because {reasons[name]} for each of {TRIES} random inputs")
+        arm.fail(f"not timed, because {reasons[name]} for each of {TRIES} random inputs")
 
 
-def reference_of(arm: Arm, catalog: Catalog = CATALOG) -> Arm | None:
+def reference_of(arm: Arm) -> Arm | None:
     """The arm whose output must be equal: the same arm in eager mode, and there its kind's reference.
 
     None for plain and ToMe in eager mode: what they compute is checked by the library's tests.
     """
-    name = catalog.arms[arm.arm].reference if arm.backend == EAGER else arm.arm
+    name = ARMS[arm.arm].reference if arm.backend == EAGER else arm.arm
     return Arm(name, EAGER, arm.config) if name else None
 
 
-def tolerance(case: Case, arm: Arm, catalog: Catalog = CATALOG) -> float | None:
+def tolerance(arm: Arm) -> float | None:
     """The largest relative difference from the reference; None where other pairs merge because of rounding."""
-    of_backend = catalog.backends[arm.backend].tolerance
-    if case.dtype != "float32" or of_backend is None:
+    of_backend = BACKENDS[arm.backend].tolerance
+    if of_backend is None:
         return None if arm.config else HALF
-    if case.scope == "pipeline":
-        return PIPELINE
     return OTHER_ATTENTION if arm.arm in (BOTH, MEMORY_EFFICIENT) else of_backend
 
 
-def _compare(
-    case: Case, arm: Arm, values: np.ndarray, output: Output, smallest: dict[str, np.ndarray], catalog: Catalog
-) -> str:
+def _compare(arm: Arm, values: np.ndarray, output: Output, smallest: dict[str, np.ndarray]) -> str:
     """Set the arm's parity and its `smallest` differences; the reason if it differs, else nothing."""
     arm.parity = None
     if not np.isfinite(values).all():
@@ -86,7 +79,7 @@ def _compare(
     plain = output(Arm(PLAIN)) if arm.config and arm.backend == EAGER else None
     if plain is not None and not relative_difference([values], [plain]) > MIN_CHANGE:
         return "merging does not change the output"
-    reference, allowed = reference_of(arm, catalog), tolerance(case, arm, catalog)
+    reference, allowed = reference_of(arm), tolerance(arm)
     expected = output(reference) if reference else None
     if reference is None or expected is None:
         return ""

@@ -19,9 +19,7 @@ from ppdiffusers_tome.inference.runtime import error_summary
 
 from ..cache import Cache, programs_of, sources
 from . import worker
-from .cases import ERROR, OUT_OF_MEMORY, PLANNED, Case, Timing
-from .catalog import CATALOG, Catalog
-from .memory import count_ended_processes, is_out_of_memory
+from .cases import PLANNED, Case, Timing
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} passes, {elapsed} elapsed, {remaining} remaining"
 
@@ -29,23 +27,14 @@ BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} passes, {elapsed} e
 class WorkerEndedError(ToMeError, RuntimeError):
     """A worker ended before it had measured its case: its exit status (negative for a signal), and what it printed."""
 
-    def __init__(self, status: int, errors: str, is_memory: bool = False) -> None:
+    def __init__(self, status: int, errors: str) -> None:
         how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
         lines = [line.strip() for line in errors.splitlines() if line.strip()]
         last = next((line for line in reversed(lines) if "Error" in line or "what()" in line), "".join(lines[-1:]))
         super().__init__(f"the worker ended {how}" + (f": {last[:300]}" if last else ""))
-        self.arm_status = OUT_OF_MEMORY if is_memory or is_out_of_memory(errors) else ERROR  # of the arm that it ran
 
 
-def measure_all(
-    cases: Sequence[Case],
-    timing: Timing,
-    output: Path,
-    command: str,
-    restart: bool = False,
-    programs: Path | None = None,
-    catalog: Catalog = CATALOG,
-) -> list[Case]:
+def measure_all(cases: Sequence[Case], timing: Timing, output: Path, command: str) -> list[Case]:
     """Measure the arms of cases that are PLANNED, write the result, and return the measured cases.
 
     Args:
@@ -53,19 +42,10 @@ def measure_all(
         output: JSON file, written at the end. Until then a folder beside it has what is measured, after every step,
             and the exported programs; another run with the same cases, models, settings, versions, machine and
             sources continues it.
-        restart: forget what is in that folder.
-        programs: folder in which exported programs are cached for other calls; None: the one beside `output`.
-        catalog: what the names of arms, backends and scopes stand for.
     """
     beside = output.with_name(f".{output.name}.cache")
-    if restart:
-        shutil.rmtree(beside, ignore_errors=True)
     cache, environment = Cache(beside), describe_environment()
     environment["threads"] = str(timing.threads)
-    for name in dict.fromkeys(arm.backend for case in cases for arm in case.arms):
-        versions_of_backend = catalog.backends[name].versions
-        if versions_of_backend:
-            environment |= versions_of_backend()
     key = {
         "cases": [asdict(case) for case in cases],
         "models": [model_files(case.model) for case in cases],
@@ -92,12 +72,12 @@ def measure_all(
     with tqdm(total=sum(passes), bar_format=BAR, disable=None) as bar:
         for index, case in enumerate(cases):
             bar.set_description(case.name)
-            folder, skip = programs_of(programs or beside, case.model).folder, list[str]()
+            folder, skip = programs_of(beside, case.model).folder, list[str]()
             folder.mkdir(parents=True, exist_ok=True)
             while cases[index].with_status(PLANNED):
                 arm, step = None, "starting"
                 try:
-                    for message in worker_messages(cases[index], timing, folder, skip, catalog):
+                    for message in worker_messages(cases[index], timing, folder, skip):
                         if isinstance(message, Case):
                             save(index, message)
                         else:
@@ -112,19 +92,16 @@ def measure_all(
     return cases
 
 
-def worker_messages(
-    case: Case, timing: Timing, programs: Path, skip: Sequence[str], catalog: Catalog = CATALOG
-) -> Iterator[Any]:
+def worker_messages(case: Case, timing: Timing, programs: Path, skip: Sequence[str]) -> Iterator[Any]:
     """What `worker.measure_case` sends, from a process of its own, which ends with this iterator.
 
     Raises:
         WorkerEndedError: the process ended before the case was measured.
     """
-    ended_before = count_ended_processes()
     context = multiprocessing.get_context("spawn")  # a fork of Paddle's threads does not work
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.NamedTemporaryFile() as errors, receiver:
-        arguments = (sender, errors.name, case, timing, programs, skip, catalog)
+        arguments = (sender, errors.name, case, timing, programs, skip)
         process = context.Process(target=worker.run, args=arguments, daemon=True)
         process.start()
         sender.close()
@@ -137,10 +114,8 @@ def worker_messages(
             process.kill()
             process.join()
         if process.exitcode:
-            # The system ends a process by SIGKILL where memory runs out, and counts it.
-            is_memory = process.exitcode == -signal.SIGKILL and count_ended_processes() != ended_before
             text = Path(errors.name).read_text(encoding="utf-8", errors="replace")
-            raise WorkerEndedError(process.exitcode, text, is_memory)
+            raise WorkerEndedError(process.exitcode, text)
 
 
 def _fail(case: Case, name: str | None, step: str, error: WorkerEndedError, skip: Sequence[str]) -> list[str]:
@@ -153,5 +128,5 @@ def _fail(case: Case, name: str | None, step: str, error: WorkerEndedError, skip
         return [name]
     planned = case.with_status(PLANNED)
     for arm in [arm for arm in planned if arm.name == name] or planned:
-        arm.fail(error.arm_status, f"{step}: {error_summary(error)}")
+        arm.fail(f"{step}: {error_summary(error)}")
     return []

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from ..markdown import TEMPLATES, number, write_page
-from .cases import MEASURED, OUT_OF_MEMORY, PLAIN
+from .cases import MEASURED
 from .frame import CASE, KEY, read_frame
 
 
@@ -23,18 +23,15 @@ def write_report(files: Sequence[Path], output: Path) -> str:
     merged = frame[frame["merges"]]
     least = merged[["over_plain", "over_efficient"]].min(axis=1)
     repeats = merged.groupby([*CASE, "machine", *KEY[1:]], dropna=False)["over_plain"]
-    too_large = frame[(frame["arm"] == PLAIN) & (frame["status"] == OUT_OF_MEMORY)]
-    measured = merged.loc[merged["time"].notna(), ["case", "backend"]]
     missing = frame[frame["status"] != MEASURED]
     reasons = missing["status"] + ": " + missing["reason"].fillna("no reason given")
     sources = frame.drop_duplicates("file").to_dict("records")
     return write_page(
         TEMPLATES / "speed.md",
         output,
-        merged=len(measured),
+        merged=merged["time"].notna().sum(),
         slower=merged.assign(least=least)[least < 1].sort_values("least", kind="stable").to_dict("records"),
         repeats={"count": (repeats.count() > 1).sum(), "most": (repeats.max() / repeats.min()).max()},
-        fits=list(too_large.merge(measured, on=["case", "backend"])["case_name"].unique()),
         parity=frame.dropna(subset="difference").sort_values("difference", ascending=False, kind="stable"),
         arms=_table(frame, {source["file"]: f"{nth}" for nth, source in enumerate(sources, start=1)}),
         names=set(frame["arm"]) | set(frame["backend"]),
@@ -50,11 +47,8 @@ def _table(frame: pd.DataFrame, numbers: dict[Path, str]) -> pd.DataFrame:
     """
     rows: dict[tuple[Any, ...], dict[str, str]] = {}
     for arm in frame.to_dict("records"):
-        case = arm["case_name"] + ("" if arm["dtype"] == "float32" else f", {arm['dtype']}")
-        if not pd.isna(arm["steps"]):
-            case += f", {arm['steps']:g} steps"
         name = arm["name"].removesuffix(f", {arm['backend']}")
-        rows.setdefault((arm["case"], numbers[arm["file"]], case, name), {})[arm["backend"]] = _cell(arm)
+        rows.setdefault((arm["case"], numbers[arm["file"]], arm["case_name"], name), {})[arm["backend"]] = _cell(arm)
     first = {key[0]: key for key in reversed(rows)}
     names = [key[1:] if first[key[0]] == key else ("", "", key[3]) for key in rows]
     index = pd.MultiIndex.from_tuples(names, names=["result", "case", "arm"])
@@ -64,7 +58,7 @@ def _table(frame: pd.DataFrame, numbers: dict[Path, str]) -> pd.DataFrame:
 def _cell(arm: dict[str, Any]) -> str:
     """Seconds, how many times as fast as plain, and peak memory; bold if it is slower."""
     if arm["status"] != MEASURED:
-        return "OOM" if arm["status"] == OUT_OF_MEMORY else str(arm["status"])
+        return str(arm["status"])
     cell = f"{number(arm['time'])} s"
     if not pd.isna(arm["over_plain"]):
         bold = "**" if arm["over_plain"] < 1 else ""

@@ -18,10 +18,11 @@ from ppdiffusers_tome.comparison.clock import order_of_round
 from ppdiffusers_tome.inference.runtime import error_summary
 
 from .backends import Backend
-from .cases import ERROR, MEASURED, OUT_OF_MEMORY, PLANNED, Arm, Case, Timing
-from .catalog import CATALOG, Catalog
-from .memory import is_out_of_memory, limited
+from .cases import ERROR, MEASURED, PLANNED, Arm, Case, Timing
+from .catalog import BACKENDS
+from .others import ATTACHERS
 from .parity import check_parity
+from .workloads import Workload
 
 PR_SET_PDEATHSIG = 1  # from Linux' sys/prctl.h
 Send = Callable[[Case | tuple[str | None, str]], None]
@@ -34,7 +35,6 @@ def run(
     timing: Timing,
     programs: Path,
     skip: Sequence[str],
-    catalog: Catalog,
 ) -> None:
     """The worker process: `measure_case` with a connection to send to, and a file for what is printed."""
     with open(errors, "wb") as file:
@@ -47,7 +47,7 @@ def run(
     warnings.simplefilter("ignore")
     os.environ["OMP_NUM_THREADS"] = str(timing.threads)  # of the processes that backends start
     core.set_num_threads(timing.threads)  # of Paddle here, which read the variable when it was imported
-    measure_case(connection.send, case, timing, programs, skip, catalog)
+    measure_case(connection.send, case, timing, programs, skip)
 
 
 def measure_case(
@@ -56,7 +56,6 @@ def measure_case(
     timing: Timing,
     programs: Path,
     skip: Sequence[str] = (),
-    catalog: Catalog = CATALOG,
 ) -> None:
     """Build the model, check parity, warm up and time all rounds of the arms that are PLANNED.
 
@@ -67,20 +66,18 @@ def measure_case(
         timing: how; rounds that were timed before are not timed again.
         programs: as `Backend`.
         skip: names of references whose passes ended an earlier worker.
-        catalog: what the names of arms, backends and scopes stand for.
     """
     send((None, "building the model"))
-    with limited(None, 0):
-        workload = catalog.open_workload(case)
+    workload = Workload(case)
 
     def make_backend(name: str) -> Backend:
-        return catalog.backends[name].make(name, workload, timing.threads, programs, catalog.attachers)
+        return BACKENDS[name].make(name, workload, timing.threads, programs)
 
     worker = _Worker(send, case, skip, make_backend)
     for arm in worker.planned:
-        arm.macs = workload.macs(arm.config) if arm.arm not in catalog.attachers else None
+        arm.macs = workload.macs(arm.config) if arm.arm not in ATTACHERS else None
     unchecked = [arm for arm in worker.planned if arm.parity is None and not arm.seconds]
-    check_parity(case, unchecked, workload.set_inputs, partial(worker.output, "check"), catalog)
+    check_parity(unchecked, workload.set_inputs, partial(worker.output, "check"))
     send(case)
     for arm in worker.planned:  # the first pass measures memory
         for index in range(timing.warm_up):
@@ -105,7 +102,7 @@ class _Worker:
     def __init__(self, send: Send, case: Case, skip: Sequence[str], make_backend: Callable[[str], Backend]) -> None:
         self._send, self._case, self._make_backend = send, case, make_backend
         self._backends: dict[str, Backend] = {}
-        self._failed = {*skip, *(arm.name for arm in case.with_status(OUT_OF_MEMORY, ERROR))}
+        self._failed = {*skip, *(arm.name for arm in case.with_status(ERROR))}
         self._has_garbage = False
 
     @property
@@ -150,13 +147,11 @@ class _Worker:
         try:
             yield
         except Exception as error:
-            is_memory = is_out_of_memory(error)
-            lines = [line.strip() for line in str(error).splitlines() if is_out_of_memory(line)]
-            reason = f"{step}: {type(error).__name__}: {lines[0] if lines else error_summary(error)}"
+            reason = f"{step}: {type(error).__name__}: {error_summary(error)}"
             self._failed.add(arm.name)
             for planned in self.planned:
                 if planned.name == arm.name:  # a reference is another object than the arm of the case
-                    planned.fail(OUT_OF_MEMORY if is_memory else ERROR, reason)
+                    planned.fail(reason)
             if arm.backend in self._backends:
                 self._backends[arm.backend].release(arm)
             self._has_garbage = True
