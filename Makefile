@@ -131,14 +131,14 @@ format: $(VENV)/.installed-test ## fix and format with ruff
 
 # The committed results: hours on two cores. Run a target again to resume it after it was killed.
 #   RESULTS=...      folder for the results; the reports go to its parent
-#   TORCH_PYTHON=... interpreter with torch, diffusers and tomesd; without it, the results have no PyTorch arms
+#   TORCH_PYTHON=... interpreter with torch, diffusers and tomesd; without it, the quality report has no images of tomesd on PyTorch
 RESULTS ?= benchmarks/results
 TORCH_PYTHON ?=
 TORCH := $(if $(TORCH_PYTHON),--torch-python $(TORCH_PYTHON))
-BENCH = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} TORCH_PYTHON=$(TORCH_PYTHON) $(PY) benchmarks/speed.py
+BENCH = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/bench.py
 SD15_EXPORTED = $(BENCH) --architecture sd15 --arms plain tome --merging ratio=0.5 ratio=0.75 method=todo --threads 2
 EMOJI = $(BENCH) --model examples/emoji_sd --size 256 --method default symmetric --threads 1
-EVALUATE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m ppdiffusers_tome evaluate
+EVALUATE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/evaluate.py
 SCENES = --model examples/scenes_sd --size 256
 
 bench: $(VENV)/.installed-test bench-speed bench-quality ## make the committed results and their reports: hours
@@ -148,7 +148,7 @@ bench-speed: $(VENV)/.installed ## measure time and memory, and write their repo
 	$(BENCH) --architecture sd15 --size 512 --arms plain tome --rounds 2 --threads 1 --output $(RESULTS)/sd15_eager.json
 	$(SD15_EXPORTED) --size 512 --backend onnxruntime openvino openvino-bf16 --rounds 4 --output $(RESULTS)/sd15_exported_512.json
 	$(SD15_EXPORTED) --size 768 --backend onnxruntime --rounds 4 --output $(RESULTS)/sd15_exported_768.json
-	$(EMOJI) --backend eager predictor onnxruntime openvino openvino-bf16 $(if $(TORCH_PYTHON),PyTorch PyTorch-bf16) --arms plain memory-efficient tome both built-in limit --rounds 5 --output $(RESULTS)/emoji_unet.json
+	$(EMOJI) --backend eager predictor onnxruntime openvino openvino-bf16 --arms plain memory-efficient tome both built-in limit --rounds 5 --output $(RESULTS)/emoji_unet.json
 	$(EMOJI) --backend onnxruntime openvino openvino-bf16 --arms plain tome --rounds 7 --output $(RESULTS)/emoji_unet_again.json
 	$(BENCH) report $$(ls $(RESULTS)/*.json | grep -v -e /alternatives_ -e /program_memory_ -e /gpu_) --output $(RESULTS)/..
 
@@ -158,7 +158,7 @@ REAL ?=
 QUALITY = build/evaluate_scenes
 
 bench-quality: $(VENV)/.installed-test ## measure the quality of merged images, and write its report
-	$(EVALUATE) $(SCENES) --count 256 --ratio 0.25 0.5 0.75 --ablations --threads 1 --backend onnxruntime $(if $(REAL),--real $(REAL)) --merging method=tomesd,ratio=0.5 --output $(QUALITY)
+	$(EVALUATE) $(SCENES) --count 256 --ratio 0.25 0.5 0.75 --threads 1 $(if $(REAL),--real $(REAL)) --merging method=tomesd,ratio=0.5 --output $(QUALITY)
 	$(if $(TORCH_PYTHON),OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/tomesd_quality.py $(QUALITY) --ratio 0.5 $(TORCH))
 	mkdir -p $(RESULTS) && cp $(QUALITY)/quality.json $(RESULTS)/quality_scenes.json
 	$(EVALUATE) report $(RESULTS)/quality_scenes.json --images $(QUALITY) --output $(RESULTS)/..

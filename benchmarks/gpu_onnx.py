@@ -70,11 +70,11 @@ def export(options: argparse.Namespace) -> None:
     """Write the programs that the folder lacks."""
     import onnx
     import paddle
+    from lab.speed.architectures import ARCHITECTURES
     from onnx import numpy_helper
 
     from ppdiffusers_tome.attach.attach import attach
     from ppdiffusers_tome.config import ToMeConfig
-    from ppdiffusers_tome.evaluation.speed.architectures import ARCHITECTURES
     from ppdiffusers_tome.inference import programs
     from ppdiffusers_tome.inference.onnx_weights import external_places, set_places
 
@@ -135,7 +135,7 @@ def origin() -> dict[str, str]:
 
 def count(options: argparse.Namespace) -> None:
     """Print the operators that merging adds to a block, as ONNX Runtime runs it on a GPU, beside their bounds."""
-    from ppdiffusers_tome.evaluation.markdown import table
+    from lab.markdown import table
 
     added = operators_added(options.architecture)
     rows = [[arm, f"{added[arm][0]}", f"{added[arm][1]}", f"{bound}"] for arm, bound in BOUNDS.items()]
@@ -145,11 +145,11 @@ def count(options: argparse.Namespace) -> None:
 def operators_added(architecture: str) -> dict[str, tuple[int, int]]:
     """Operators of a block of 64×64 tokens in float16 that the plain block has not, and those that launch kernels."""
     import paddle
+    from lab.speed.architectures import ARCHITECTURES
     from top_block import OneBlock, build_transformer
 
     from ppdiffusers_tome.attach.attach import attach
     from ppdiffusers_tome.config import ToMeConfig
-    from ppdiffusers_tome.evaluation.speed.architectures import ARCHITECTURES
     from ppdiffusers_tome.inference.programs import Input, Traceable
 
     known = ARCHITECTURES[architecture]
@@ -269,7 +269,7 @@ class Torch:
 
     def prepare(self) -> None:
         """Merge in the UNet, which all arms share, at this arm's ratio."""
-        from torch_worker import merge
+        from lab.torch_worker import merge
 
         merge(self._unet, {"ratio": self._ratio} if self._ratio else None)
 
@@ -282,7 +282,7 @@ class Torch:
 
 def inputs(options: argparse.Namespace, size: int, batch: int) -> dict[str, np.ndarray]:
     """Random inputs of a UNet of the architecture."""
-    path = ROOT / "ppdiffusers_tome/evaluation/speed/architectures.json"
+    path = ROOT / "benchmarks/lab/speed/architectures.json"
     architecture = json.loads(path.read_text(encoding="utf-8"))[options.architecture]
     random = np.random.default_rng(0)
     text = (batch, architecture["text"], architecture["config"]["cross_attention_dim"])
@@ -325,7 +325,7 @@ def measure(options: argparse.Namespace) -> None:
     if is_gpu:
         ort.preload_dlls()
     torch.manual_seed(0)
-    path = ROOT / "ppdiffusers_tome/evaluation/speed/architectures.json"
+    path = ROOT / "benchmarks/lab/speed/architectures.json"
     architecture = json.loads(path.read_text(encoding="utf-8"))[options.architecture]
     with torch.device(device):
         unet = UNet2DConditionModel(**architecture["config"]).eval().to(torch.float16 if is_gpu else None)
@@ -444,7 +444,7 @@ def reference_of(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, A
 
 def report(options: argparse.Namespace) -> None:
     """Write gpu_onnx.md beside the folder of the result."""
-    from ppdiffusers_tome.evaluation.markdown import NOT_MEASURED, table
+    from lab.markdown import NOT_MEASURED, table
 
     result = json.loads(options.result.read_text(encoding="utf-8"))
     cells = list(dict.fromkeys((row["size"], row["batch"]) for row in result["rows"]))

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import paddle
+from lab import markdown
+from lab.markdown import table
 from ppdiffusers.patches.tomesd_patch_utils import bipartite_soft_matching_random2d
 
 from ppdiffusers_tome import ToMeConfig, ToMeError
 from ppdiffusers_tome.attach.placement import tokens_kept
 from ppdiffusers_tome.comparison.clock import quartiles, ratio_within_rounds, time_in_turns
 from ppdiffusers_tome.comparison.results import check_result, make_result, read_json, write_result
-from ppdiffusers_tome.evaluation import markdown
-from ppdiffusers_tome.evaluation.markdown import table
 from ppdiffusers_tome.grid import Grid
 from ppdiffusers_tome.methods import METHODS
 from ppdiffusers_tome.methods.plan import MergePlan, merge, unmerge

@@ -1,6 +1,6 @@
 """Adds tomesd on PyTorch to an evaluation: the UNet runs in PyTorch and tomesd merges; all else is as in `evaluate`.
 
-    python -m ppdiffusers_tome evaluate --output build/evaluate
+    python benchmarks/evaluate.py --model examples/scenes_sd --output build/evaluate
     python benchmarks/tomesd_quality.py build/evaluate --ratio 0.5 --torch-python PYTHON
 
 Images differ from those of this library by the merging alone: the weights, the noise and the VAE are the same. The
@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 import paddle
+from lab.quality.evaluation import Measurer, calibrate, entry_of
+from lab.quality.image_generation import generate_image_set, load_model
+from lab.quality.image_sets import Evaluation, ImageSet
+from lab.torch_unet import TorchProcess
 from ppdiffusers import StableDiffusionPipeline
-from torch_unet import TorchProcess
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.comparison.results import check_result, read_json, write_result
 from ppdiffusers_tome.comparison.sheets import image_paths
-from ppdiffusers_tome.evaluation.quality.evaluation import Measurer, calibrate, entry_of
-from ppdiffusers_tome.evaluation.quality.image_generation import from_image, generate_image_set, load_model
-from ppdiffusers_tome.evaluation.quality.image_sets import Evaluation, ImageSet
 from ppdiffusers_tome.generation.engine import Engine
 from ppdiffusers_tome.generation.offline import generate_here
 
@@ -71,7 +71,7 @@ def add_tomesd(folder: Path, ratios: list[float], torch_python: str) -> None:
         for setting in settings:
             unet = RemoteUNet(pipe.unet.config, process, setting.config.ratio)
             remote = StableDiffusionPipeline(**{**pipe.components, "unet": unet}, requires_safety_checker=False)
-            engine = Engine(remote, from_image(remote), f"{evaluation.model} in PyTorch")
+            engine = Engine(remote, None, f"{evaluation.model} in PyTorch")
             generate_image_set(evaluation, setting, folder, generate_here(lambda engine=engine: engine), batch=1)
         result["torch"] = dict(process.versions)
     measurer = Measurer(folder, evaluation.size)

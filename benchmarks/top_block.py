@@ -1,10 +1,9 @@
 """The first top-level transformer block of a UNet, on its own: what gpu_onnx.py counts the operators of."""
 
 import paddle
+from lab.speed.architectures import WITH_ATTENTION, Architecture
 from paddle import nn
 from ppdiffusers import Transformer2DModel
-
-from ppdiffusers_tome.evaluation.speed.architectures import WITH_ATTENTION, Architecture
 
 
 def build_transformer(architecture: Architecture) -> nn.Layer:

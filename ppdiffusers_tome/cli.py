@@ -6,34 +6,33 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from ._version import __version__
-from .commands import bench, compare, evaluate, export, generate, serve, tune
-from .comparison.results import PROGRAM, command_line
+from .commands import compare, export, generate, serve
+from .comparison.results import command_line
 from .errors import ToMeError
 
 Command: TypeAlias = Callable[[argparse._SubParsersAction], None]  # adds a command to the command line
-COMMANDS: tuple[Command, ...] = (
-    compare.add,
-    bench.add,
-    evaluate.add,
-    tune.add,
-    export.add,
-    generate.add,
-    serve.add,
-)
-RESUMABLE = ("bench", "evaluate", "tune", "generate")  # what they have measured or generated is on the disk
+COMMANDS: tuple[Command, ...] = (compare.add, export.add, generate.add, serve.add)
 INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
 
 
-def main(arguments: Sequence[str] | None = None, commands: Sequence[Command] = COMMANDS) -> int:
-    """Run one command; returns its exit status: 0, 2 for an invalid argument, 130 after Ctrl-C.
-
-    1 is for a file that cannot be used, a case in which nothing could be measured (`bench`), a goal that is missed
-    (`tune`) or an image that failed (`generate`).
-    """
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status, as `exit_status`."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    options = _parser(commands).parse_args(arguments)
+    options = _parser().parse_args(arguments)
+    remedy = {
+        "generate": f": continue with {command_line(arguments)}",  # what it has generated is on the disk
+        "export": ": nothing was written",
+    }.get(options.command, "")
+    return exit_status(lambda: options.run(options, arguments), remedy)
+
+
+def exit_status(run: Callable[[], int], remedy: str = "") -> int:
+    """What `run` returns; 2 for an invalid argument, 1 for a file that cannot be used, 130 after Ctrl-C.
+
+    Errors are one line on stderr. `remedy` is what a user can do after Ctrl-C.
+    """
     try:
-        return options.run(options, arguments)
+        return run()
     except ToMeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -41,23 +40,14 @@ def main(arguments: Sequence[str] | None = None, commands: Sequence[Command] = C
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"interrupted{_remedy(options, arguments)}", file=sys.stderr)
+        print(f"interrupted{remedy}", file=sys.stderr)
         return INTERRUPTED
 
 
-def _remedy(options: argparse.Namespace, arguments: Sequence[str]) -> str:
-    """What a user can do after Ctrl-C."""
-    if options.command in RESUMABLE and not getattr(options, "what", None):
-        again = [argument for argument in arguments[1:] if argument != "--restart"]  # which would forget what is there
-        program = getattr(options, "program", f"{PROGRAM} {options.command}")
-        return f": continue with {command_line(again, program)}"
-    return ": nothing was written" if options.command == "export" else ""
-
-
-def _parser(commands: Sequence[Command] = COMMANDS) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ppdiffusers_tome", description="Token merging for ppdiffusers.")
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True)
-    for add in commands:
+    for add in COMMANDS:
         add(subparsers)
     return parser

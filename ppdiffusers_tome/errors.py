@@ -68,7 +68,7 @@ def install_command(feature: str) -> str:
     of the environment, and ppdiffusers no longer imports.
 
     Args:
-        feature: "serve", "onnx" (OpenVINO too), "ray" or "eval".
+        feature: "serve", "onnx" (OpenVINO too) or "ray".
 
     Example:
         >>> install_command("serve").endswith("/ppdiffusers_tome/requirements/serve.txt")

@@ -60,7 +60,7 @@ resolve paddle3 --exclude-newer "$STACK_DATE" --exclude-newer-package "paddlepad
 # What all three share is written once; each stack's own file holds the rest.
 LC_ALL=C comm -12 "$work/paddle2.lock" "$work/paddle3.lock" | LC_ALL=C comm -12 - "$work/gpu.lock" > "$work/shared"
 cp "$work/shared" "$work/constraints"
-cp runtime.in serve.in eval.in onnx.in test.in ray.in "$work"
+cp runtime.in serve.in bench.in onnx.in test.in ray.in "$work"
 resolve runtime --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
 LC_ALL=C sort -u "$work/shared" "$work/runtime.lock" > "$work/common"
 grep -E '^(pip|setuptools|wheel)==' "$work/common" | emit build.txt
@@ -73,9 +73,8 @@ own gpu common.txt | emit gpu.txt
 # These files go with any stack, also one without what runtime.in adds.
 resolve serve --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
 LC_ALL=C comm -13 "$work/shared" "$work/serve.lock" | emit ../ppdiffusers_tome/requirements/serve.txt
-resolve eval --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
-# scikit-image is in every stack, but not in an environment that pip made of an extra.
-{ grep -E '^(imageio|scikit-image|tifffile)==' "$work/shared"; LC_ALL=C comm -13 "$work/shared" "$work/eval.lock"; } | LC_ALL=C sort | emit ../ppdiffusers_tome/requirements/eval.txt
+resolve bench --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
+LC_ALL=C comm -13 "$work/shared" "$work/bench.lock" | emit bench.txt
 resolve onnx --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
 LC_ALL=C comm -13 "$work/shared" "$work/onnx.lock" | emit ../ppdiffusers_tome/requirements/onnx.txt
 resolve test --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
@@ -87,7 +86,7 @@ resolve ray --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
 LC_ALL=C sort -u "$work/shared" "$work/serve.lock" | LC_ALL=C comm -13 - "$work/ray.lock" | emit ../ppdiffusers_tome/requirements/ray.txt
 
 # For pip, which installs all that is declared and reads "-r" in a file of constraints as requirements: one file, with what the locks leave out.
-(cd "$work" && LC_ALL=C sort -u paddle3.all paddle3.lock runtime.all serve.all eval.all onnx.all ray.all) | emit ../constraints.txt
+(cd "$work" && LC_ALL=C sort -u paddle3.all paddle3.lock runtime.all serve.all onnx.all ray.all) | emit ../constraints.txt
 
 # The site is built in an environment of its own.
 cp docs.in "$work"

@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,12 @@ from types import SimpleNamespace
 import absl.logging
 import cuda_attention  # noqa: F401 - before ppdiffusers, which looks for a GPU when it is imported
 import numpy as np
+import onnx
 import paddle
 import pytest
 from filelock import FileLock
+from lab.speed import runner
+from lab.speed.worker import measure_case
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from ppdiffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 from ppdiffusers.models.attention_processor import AttnProcessor
@@ -27,10 +31,9 @@ from zoo.parts import unet as unet_of_zoo
 
 import ppdiffusers_tome  # noqa: F401
 from ppdiffusers_tome.attach.passes import BlockWrap
-from ppdiffusers_tome.evaluation.speed import runner
-from ppdiffusers_tome.evaluation.speed.worker import measure_case
-from ppdiffusers_tome.inference import export_pipeline, tracing
-from ppdiffusers_tome.inference.arguments import list_sizes, make_configs
+from ppdiffusers_tome.inference import export as export_module
+from ppdiffusers_tome.inference import export_pipeline, read_manifest, tracing
+from ppdiffusers_tome.inference.arguments import EXPORT_FORMATS, list_sizes, make_configs
 from ppdiffusers_tome.inference.export import write_export
 
 # OpenVINO imports absl, whose handler closes its stream when uvicorn configures logging: then it must not be pytest's.
@@ -349,14 +352,40 @@ def export_once(tmp_path_factory, name, sizes, **settings):
     return folder
 
 
-def export_linked(pipe, folder, ratios=None, sizes=None, **options):
-    """`export_pipeline` for Paddle Inference that links the programs of `linked` in place of tracing them."""
+def export_linked(pipe, folder, ratios=None, sizes=None, *, linked=(), **options):
+    """`export_pipeline` for Paddle Inference that takes the programs of `linked` in place of tracing them.
+
+    They are (folder, program) of exports with all formats of this one, such as `unmerged_programs`.
+    """
     options = {"format": "paddle", **options}
     names = inspect.signature(write_export).parameters
     settings = {name: options.pop(name) for name in [*options] if name not in names}
-    return write_export(
-        pipe, Path(folder), make_configs(ratios, settings), list_sizes(sizes), progress=False, **options
-    )
+    earlier = {file.place: (root, file) for root, file in linked if file.formats == EXPORT_FORMATS[options["format"]]}
+
+    def save(traceable, planned, folder, target, *others):
+        if planned.place not in earlier:
+            return tracing.save(traceable, planned, folder, target, *others)
+        (root, file), paths = earlier[planned.place], {}
+        (folder / target).mkdir(parents=True)
+        for name in ("program", "params", "onnx"):
+            if path := getattr(file, name):
+                paths[name] = f"{target}/{Path(path).name}"
+                if name == "onnx":  # with its weights
+                    onnx.save(onnx.load(str(root / path)), str(folder / paths[name]))
+                else:
+                    os.link(root / path, folder / paths[name])
+        return replace(file, **paths)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_module, "save", save)
+        return write_export(
+            pipe, Path(folder), make_configs(ratios, settings), list_sizes(sizes), progress=False, **options
+        )
+
+
+def unmerged_programs(folder):
+    """The programs of an export that do not depend on its sizes and ratios: text encoder and VAE."""
+    return [(folder, file) for file in read_manifest(folder).programs if file.size is None]
 
 
 def tiny_pipeline(**changes):

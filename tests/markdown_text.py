@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("bench", "compare", "evaluate", "export", "generate", "serve", "tune")
+COMMANDS = ("compare", "export", "generate", "serve")
 
 
 def documents(*patterns: str) -> list[str]:

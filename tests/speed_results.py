@@ -3,9 +3,10 @@
 import json
 from dataclasses import asdict
 
+from lab.speed.cases import Arm, Case, make_case
+from lab.speed.catalog import BACKENDS
+
 from ppdiffusers_tome import ToMeConfig
-from ppdiffusers_tome.evaluation.speed.cases import Arm, Case, make_case
-from ppdiffusers_tome.evaluation.speed.catalog import CATALOG
 
 PLAIN = [10.0, 20.0, 40.0]  # a shared machine: seconds vary, ratios within rounds do not
 
@@ -38,15 +39,15 @@ def result(cases, *, machine="Test CPU", **fields):
     environment = {"machine": machine, "cores": 2, "device": "cpu", "python": "3.11.9", "paddlepaddle": "2.6.2"}
     environment |= {"paddlepaddle-gpu": "not installed", "ppdiffusers": "0.29.0", "ppdiffusers_tome": "0.9.0"}
     about = {"kind": "speed", "format": 3, "commit": "abc1234", "environment": environment, "rounds": 3, "threads": 1}
-    return {**about, "command": "python -m ppdiffusers_tome bench --quick", "cases": cases, **fields}
+    return {**about, "command": "python benchmarks/bench.py", "cases": cases, **fields}
 
 
 def tiny(**fields):
     return make_case("tiny", **{"size": 128, **fields})
 
 
-def open_backend(name, workload, folder, catalog=CATALOG):
-    return catalog.backends[name].make(name, workload, 1, folder, catalog.attachers)
+def open_backend(name, workload, folder):
+    return BACKENDS[name].make(name, workload, 1, folder)
 
 
 def write(path, data):

@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 from alternatives import Variant
 from conftest import inputs, traces
+from lab.quality.quality_plots import is_on_frontier
 
 from ppdiffusers_tome.comparison.results import read_json
-from ppdiffusers_tome.evaluation.quality.quality_plots import is_on_frontier
 from ppdiffusers_tome.inference import programs
 
 

@@ -8,7 +8,7 @@ from typing import get_type_hints
 import numpy as np
 import paddle
 import pytest
-from conftest import draw, export_linked, load_bundled, make_unet, run, tiny_pipeline
+from conftest import draw, export_linked, load_bundled, make_unet, run, tiny_pipeline, unmerged_programs
 from ppdiffusers import StableDiffusionPipeline
 from ppdiffusers.models.modeling_utils import ModelMixin
 from skimage.metrics import peak_signal_noise_ratio
@@ -16,7 +16,6 @@ from skimage.metrics import peak_signal_noise_ratio
 import ppdiffusers_tome
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeMixin, apply_tome
 from ppdiffusers_tome.attach.attach import attached_configs, config_of
-from ppdiffusers_tome.inference.export import unmerged_programs
 from ppdiffusers_tome.methods import METHODS
 
 

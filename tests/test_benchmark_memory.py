@@ -1,4 +1,4 @@
-"""benchmarks/tools/program_memory.py: what it measures."""
+"""benchmarks/program_memory.py: what it measures."""
 
 import program_memory
 

@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+from lab import cache
+from lab.cache import Cache, program_key, programs_of
 
 from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.comparison.environment import model_files
 from ppdiffusers_tome.comparison.results import read_json, write_result
-from ppdiffusers_tome.evaluation import cache
-from ppdiffusers_tome.evaluation.cache import Cache, program_key, programs_of
 from ppdiffusers_tome.inference import ProgramFile, Size
 
 
@@ -63,11 +63,11 @@ def test_other_sources_versions_and_models_have_another_folder(pipeline, tmp_pat
 
 
 def test_what_decides_a_program_is_in_its_key():
-    base = {"scope": "unet", "size": 128, "arm": "tome", "config": ToMeConfig(0.5), "format": "paddle"}
-    others = [{"scope": "block"}, {"size": 256}, {"arm": "limit"}, {"config": None}, {"format": "onnx"}]
+    base = {"size": 128, "arm": "tome", "config": ToMeConfig(0.5), "format": "paddle"}
+    others = [{"size": 256}, {"arm": "limit"}, {"config": None}, {"format": "onnx"}]
     configs = [ToMeConfig(0.4), ToMeConfig(0.5, use_rand=False), ToMeConfig(0.5, seed=1)]
     keys = {program_key(**{**base, **changes}) for changes in [{}, *others, *({"config": c} for c in configs)]}
-    assert len(keys) == 9 and program_key("unet", 128, "tome", ToMeConfig(ratio=0.5), "paddle") in keys
+    assert len(keys) == 8 and program_key(128, "tome", ToMeConfig(ratio=0.5), "paddle") in keys
 
 
 def saved_program(folder, onnx):

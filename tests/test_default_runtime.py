@@ -9,7 +9,6 @@ from conftest import tiny_pipeline
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.commands import evaluate, tune
 from ppdiffusers_tome.commands.image_options import add_runtime_options, runtime_settings
 from ppdiffusers_tome.generation.engine import load_engine
 from ppdiffusers_tome.inference import (
@@ -111,12 +110,3 @@ def test_export_writes_the_default_format(tiny, tmp_path):
     command = ["export", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "command"), "--ratio", "0"]
     assert main(command) == 0
     assert manifest.formats == read_manifest(tmp_path / "command").formats == formats
-
-
-def test_evaluate_and_tune_run_in_onnx_runtime():
-    parser = argparse.ArgumentParser()
-    commands = parser.add_subparsers()
-    for add, command in (evaluate.add, "evaluate"), (tune.add, "tune"):
-        add(commands)
-        goal = ["--speed-up", "1.2"] if command == "tune" else []
-        assert parser.parse_args([command, *goal]).backend == "onnxruntime"

@@ -20,6 +20,8 @@ import paddle
 import program_memory
 import pytest
 from conftest import export_linked, tiny_pipeline
+from lab.quality import quality_report
+from lab.speed import speed_report
 from markdown_text import COMMANDS, ROOT, anchors, commands, documents, links, snippets, tables, text_of
 from PIL import Image
 from ppdiffusers import StableDiffusionPipeline
@@ -27,8 +29,6 @@ from zoo import ZOO
 
 import ppdiffusers_tome
 from ppdiffusers_tome import cli, config, grid, inference, wording
-from ppdiffusers_tome.evaluation.quality import quality_report
-from ppdiffusers_tome.evaluation.speed import speed_report
 from ppdiffusers_tome.methods import cells, pairs, plan
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -263,7 +263,10 @@ def options_of(words, capsys):
         assert all(re.search(rf"^{target}:", text_of("Makefile"), re.MULTILINE) for target in targets), words
         return set()
     if words[1] != "-m":
-        return set(re.findall(rf'"({OPTION})"', text_of(words[1])))
+        script = text_of(words[1])
+        shared = re.findall(r"from ppdiffusers_tome\.commands\.(\w+)", script)
+        sources = [script, *(text_of(f"ppdiffusers_tome/commands/{module}.py") for module in shared)]
+        return set(re.findall(rf'"({OPTION})"', "".join(sources)))
     names = [word for word in words[3:5] if word in (*COMMANDS, "report")]
     return set(re.findall(OPTION, help_of(names, capsys)))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import paddle
 import pytest
-from conftest import MIN_THREADS, ONNX_SETTINGS, export_linked, tiny_pipeline, traces
+from conftest import MIN_THREADS, export_linked, tiny_pipeline, traces, unmerged_programs
 from ppdiffusers import (
     DiffusionPipeline,
     StableDiffusionControlNetPipeline,
@@ -41,7 +41,6 @@ from ppdiffusers_tome.inference import (
 )
 from ppdiffusers_tome.inference import export as export_module
 from ppdiffusers_tome.inference.arguments import list_sizes, merging_of
-from ppdiffusers_tome.inference.export import unmerged_programs
 from ppdiffusers_tome.inference.loading import require_model_folder
 from ppdiffusers_tome.inference.manifest import find_ratio, ratio_name
 from ppdiffusers_tome.inference.runtime import Program
@@ -163,21 +162,6 @@ def test_programs_of_one_model_share_its_weights(exported_folder):
     assert len(list(exported_folder.rglob("*.pdiparams"))) == 4  # unet, text encoder, VAE encoder and decoder
 
 
-def test_models_that_do_not_merge_can_be_linked_from_an_earlier_export(exported_folder, tiny, tmp_path):
-    folder = tmp_path / "export"
-    manifest = export(
-        tiny, folder, 0.5, [(32, 32)], image_to_image=True, linked=unmerged_programs(exported_folder), sx=4
-    )
-    assert read_manifest(folder, verify=True) == manifest
-    names = {file.model: (file.program, file.params) for file in manifest.programs}
-    for name in names.pop("unet"):
-        assert not (folder / name).samefile(exported_folder / name)
-    assert set(names) == {"text_encoder", "vae_decoder", "vae_encoder"}
-    for name in [name for files in names.values() for name in files]:
-        assert (folder / name).samefile(exported_folder / name)
-    load_pipeline(folder)("a fox", num_inference_steps=1, height=32, width=32)
-
-
 def test_defaults_of_a_model_are_in_its_export(exported_folder, tiny, tmp_path):
     """`defaults.json` in the folder that the pipeline comes from, for `serve`."""
     model, folder = tmp_path / "fox_sd", tmp_path / "export"
@@ -200,38 +184,6 @@ def test_defaults_of_the_current_folder_are_not_exported(exported_folder, tiny, 
     pipe.register_to_config(_name_or_path=name)
     manifest = export(pipe, "out", 0, [(32, 32)], image_to_image=True, linked=unmerged_programs(exported_folder))
     assert "defaults.json" not in manifest.files and manifest.name == "StableDiffusionPipeline"
-
-
-@pytest.mark.parametrize("form", ["paddle", "onnx"])
-def test_unets_can_be_linked_too(exported_folder, onnx_folder, tiny, tmp_path, monkeypatch, form):
-    monkeypatch.setattr(export_module, "save", lambda *_: pytest.fail("something was traced"))
-    source, settings = (exported_folder, {}) if form == "paddle" else (onnx_folder, ONNX_SETTINGS)
-    earlier = read_manifest(source)
-    linked = [(source, file) for file in earlier.programs]
-    settings = {**settings, "image_to_image": True, "format": form, "linked": linked}
-    export(tiny, tmp_path / "out", (0.5, 0), earlier.sizes[:1], **settings)
-    read = read_manifest(tmp_path / "out", verify=True)
-    assert read.programs_of("unet")[0].parity == earlier.programs_of("unet")[0].parity
-    assert source.joinpath("onnx").is_dir() == tmp_path.joinpath("out", "onnx").is_dir() == (form == "onnx")
-    images, size = [], earlier.sizes[0]
-    for folder in (source, tmp_path / "out"):
-        runtime = "onnxruntime" if form == "onnx" else "paddle"
-        paddle.seed(0)
-        pipe = load_pipeline(folder, runtime=runtime, threads=1)
-        images.append(
-            pipe("a fox", num_inference_steps=1, height=size.height, width=size.width, output_type="np").images
-        )
-    np.testing.assert_array_equal(*images)
-    if form == "onnx":
-        for name in ("text_encoder.onnx", "vae_decoder.weights"):
-            assert (tmp_path / "out" / "onnx" / name).samefile(source / "onnx" / name)
-        weights = [(folder / "onnx" / "unet.weights").stat().st_size for folder in (source, tmp_path / "out")]
-        assert weights[0] == weights[1], "all programs share one file of weights"
-    else:
-        program = earlier.programs_of("unet")[0].program  # .pdmodel, or .json in Paddle 3
-        assert (tmp_path / "out" / program).samefile(source / program)
-    with pytest.raises(pytest.fail.Exception, match="something was traced"):  # a format is missing
-        export(tiny, tmp_path / "both", (0.5, 0), earlier.sizes[:1], **{**settings, "format": "both"})
 
 
 def test_model_index_is_what_ppdiffusers_reads(exported_folder):

@@ -8,7 +8,7 @@ import numpy as np
 import paddle
 import ppdiffusers
 import pytest
-from conftest import export_linked
+from conftest import export_linked, unmerged_programs
 from paddle import inference
 from ppdiffusers import (
     AutoencoderKL,
@@ -35,7 +35,6 @@ from ppdiffusers_tome.inference import (
     paddle_runtime,
     read_manifest,
 )
-from ppdiffusers_tome.inference.export import unmerged_programs
 from ppdiffusers_tome.inference.folder import ExportedFolder
 from ppdiffusers_tome.inference.paddle_runtime import Predictor
 

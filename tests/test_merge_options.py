@@ -7,8 +7,6 @@ import pytest
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands.merge_options import add_merge_options, merge_configs, parse_settings, read_methods
-from ppdiffusers_tome.evaluation.quality.image_sets import list_image_sets
-from ppdiffusers_tome.evaluation.speed.cases import make_configs
 from ppdiffusers_tome.methods import METHODS
 
 TUNED = ToMeConfig(ratio=0.6, window=4, min_tokens=1024)
@@ -110,9 +108,6 @@ def test_settings_are_checked_together_with_the_ratio():
     todo = "method=todo"
     configs = merge_configs(parse("--ratio", "0.75", "0", "--merging", todo, is_single=True))
     assert configs == [ToMeConfig(ratio, "todo") for ratio in (0.75, 0)]
-    methods = read_methods(parse("--merging", todo, is_single=False))
-    assert [config.method for config in make_configs([0.75], [None], methods)] == ["todo"]  # bench
-    assert list_image_sets([0.75], [], methods=methods)[-1].config == configs[0]  # evaluate
     with pytest.raises(ToMeConfigError, match=r"--ratio 0\.5 is not allowed: method='todo'"):
         merge_configs(parse("--ratio", "0.5", "--merging", todo, is_single=True))
 
@@ -132,7 +127,7 @@ def test_several_ways_to_merge(tuned):
     assert read_methods(options) == [of_file, of_file, {"method": "kv"}, {"sx": 4}, {"ratio": 0.75, "window": None}]
 
 
-@pytest.mark.parametrize("command", ["export", "bench", "compare", "evaluate", "tune"])
+@pytest.mark.parametrize("command", ["export", "compare"])
 def test_all_commands_have_the_options(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])

@@ -2,33 +2,27 @@
 
 import re
 import shutil
-from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
-from importlib.util import find_spec
 
+import evaluate as script
 import numpy as np
-import paddle
 import pytest
-from conftest import EMOJI_SD
-from PIL import Image
+from lab.quality import evaluation, image_generation
+from lab.quality.image_generation import image_folder
+from lab.quality.image_sets import OTHER_SEEDS, PLAIN_IMAGES
 from zoo import ZOO
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
-from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.commands import evaluate as evaluate_command
 from ppdiffusers_tome.comparison.results import check_result, read_json, write_result
-from ppdiffusers_tome.comparison.sheets import image_paths
-from ppdiffusers_tome.evaluation.quality import evaluation, image_generation
-from ppdiffusers_tome.evaluation.quality.image_generation import image_folder
-from ppdiffusers_tome.evaluation.quality.image_sets import OTHER_SEEDS, PLAIN_IMAGES, ImageSet
 
-OPTIONS = ["--quick", "--count", "4", "--size", "32", "--ratio", "0.25", "0.75"]
+QUICK = ["--count", "4", "--size", "32", "--steps", "2", "--threads", "1"]
+OPTIONS = [*QUICK, "--ratio", "0.25", "0.75"]
 
 
 def evaluate(model, output, *options):
     """The exit status of the command."""
-    return main(["evaluate", "--model", str(model), "--output", str(output), *options])
+    return script.main(["--model", str(model), "--output", str(output), *options])
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +71,8 @@ def test_a_second_run_computes_nothing_and_gives_the_same_result(evaluated, noth
     assert repeat() == 0
     assert read_json(output / "quality.json") == first
     (output / "quality.md").unlink()
-    command = ["evaluate", "report", str(output / "quality.json"), "--images", str(output), "--output", str(output)]
-    assert main(command) == 0 and (output / "quality.md").read_bytes() == page
+    command = ["report", str(output / "quality.json"), "--images", str(output), "--output", str(output)]
+    assert script.main(command) == 0 and (output / "quality.md").read_bytes() == page
 
 
 def test_damaged_measures_are_named_and_measured_again(evaluated, tmp_path):
@@ -97,7 +91,7 @@ def test_damaged_measures_are_named_and_measured_again(evaluated, tmp_path):
 def test_after_a_change_of_a_source_or_of_prompts_the_folder_is_refused(
     evaluated, nothing_is_computed, monkeypatch, capsys
 ):
-    assert evaluated[1]("--seed", "1") == 2
+    assert evaluated[1]("--count", "5") == 2
     assert "prompts differ. Choose another folder" in capsys.readouterr().err
     monkeypatch.setattr(image_generation, "sources", lambda: "changed")
     assert evaluated[1]() == 2
@@ -117,74 +111,52 @@ def test_real_images_are_compared_too(evaluated):
     assert set(result["calibration"]) >= {"real halves", "real, blurred", "plain against real"}
 
 
-def test_methods_and_photographs(model, tmp_path):
-    options = ["--quick", "--size", "32", "--strength", "0.5", "--merging", "sx=4", "--backend", "eager"]
-    assert evaluate(model, tmp_path, *options) == 0
-    result = read_json(tmp_path / "quality.json")
-    assert result["strength"] == 0.5
-    settings = [(setting["group"], setting["config"]) for setting in result["settings"]]
-    assert settings == [("ratio", asdict(ToMeConfig())), ("method", asdict(ToMeConfig(sx=4)))]
-    by_default, by_method = (setting["pairs"]["psnr"] for setting in result["settings"])
+def test_methods_are_settings_too(model, tmp_path):
+    assert evaluate(model, tmp_path, *QUICK, "--ratio", "0.5", "--merging", "sx=4") == 0
+    settings = read_json(tmp_path / "quality.json")["settings"]
+    assert [(setting["group"], setting["config"]) for setting in settings] == [
+        ("ratio", asdict(ToMeConfig())),
+        ("method", asdict(ToMeConfig(sx=4))),
+    ]
+    by_default, by_method = (setting["pairs"]["psnr"] for setting in settings)
     assert None not in [*by_default, *by_method] and by_default != by_method
-    names = sorted(path.name for path in image_folder(PLAIN_IMAGES, tmp_path).glob("*.png"))
-    assert [name.split("-")[1] for name in names] == ["astronaut", "brick"]
-    page = (tmp_path / "quality.md").read_text(encoding="utf-8")
-    assert "## Methods" in page and "scikit-image's photographs (image-to-image, strength 0.5)" in page
+    assert "## Methods" in (tmp_path / "quality.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.filterwarnings("ignore:The .warn. method is deprecated:DeprecationWarning")  # of save_pretrained
-def test_stable_diffusion_3_without_an_export(tmp_path, capsys, monkeypatch):
-    """Its images are those of the pipeline itself: one call each, from the seed of its own."""
+def test_a_pipeline_without_a_unet_is_an_error(tmp_path, capsys, monkeypatch):
     pipe = ZOO["StableDiffusion3Pipeline"]().pipe
-    pipe.save_pretrained(str(tmp_path / "model"))
-    monkeypatch.setattr(image_generation, "_load", lambda model: pipe)  # without T5, ppdiffusers does not load it
-    command = partial(evaluate, tmp_path / "model", tmp_path, "--quick", "--size", "32")
-    assert command() == 2
-    assert "without a UNet, which is not exported: pass --backend eager" in capsys.readouterr().err
-    assert command("--backend", "eager") == 0
-    result = read_json(tmp_path / "quality.json")
-    assert [setting["name"] for setting in result["settings"]] == ["0.5"]
-    assert max(result["settings"][0]["pairs"]["psnr"]) < 60
-    pipe.set_progress_bar_config(disable=True)
-    for setting in (PLAIN_IMAGES, ImageSet("0.5", "ratio", ToMeConfig())):
-        with pipe.tome(config=setting.config) if setting.config.ratio else nullcontext():
-            for prompt, path in zip(result["prompts"], image_paths(image_folder(setting, tmp_path)), strict=True):
-                paddle.seed(prompt["seed"])
-                image = pipe(prompt["prompt"], height=32, width=32, num_inference_steps=2).images[0]
-                np.testing.assert_array_equal(np.asarray(Image.open(path)), np.asarray(image))
+    (tmp_path / "model_index.json").write_text("{}")
+    monkeypatch.setattr(image_generation, "_load", lambda model: pipe)
+    monkeypatch.setattr(script, "load_model", lambda model: pipe)
+    assert evaluate(tmp_path, tmp_path / "output", *QUICK) == 2
+    assert "StableDiffusion3Pipeline: only images of pipelines with a UNet" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--batch", "0"], "--batch 0 is not allowed"),
-        (["--threads", "0"], "--threads 0 is not allowed"),
+        (["--threads", "0"], "threads=0 is not allowed"),
         (["--count", "1"], "count=1 is not allowed: it must be 2 or more"),
-        (["--actors", "0"], "--actors 0 is not allowed"),
         (["--real", "/no/images"], "/no/images has 0 PNG files: KID needs 4"),
-        (["--features", "inception"], "--real"),
         (["--prompts", "/no/file.txt"], "cannot be read"),
         (["--merging", "windw=8"], "'windw' is not a setting"),
         (["--merging", "window=8", "window=8"], "window=8 is repeated"),
-        (["--strength", "1.5"], "strength=1.5 is not allowed"),
     ],
 )
 def test_arguments_are_checked_before_anything_is_generated(model, tmp_path, capsys, arguments, message):
     output = tmp_path / "output"
-    assert evaluate(model, output, "--ablations", "use_rand", *arguments) == 2
+    assert evaluate(model, output, *arguments) == 2
     assert message in capsys.readouterr().err
     assert not output.exists()
 
 
-def test_real_images_and_packages_are_checked_before_anything_is_generated(model, evaluated, tmp_path, capsys):
+def test_real_images_are_checked_before_anything_is_generated(model, evaluated, tmp_path, capsys):
     plain = image_folder(PLAIN_IMAGES, evaluated[0])
     shutil.copy(next(plain.glob("*.png")), tmp_path / "real.png")
     command = partial(evaluate, model, tmp_path / "out", "--real")
     assert command(str(tmp_path)) == 2
     assert "has 1 PNG files: KID needs 4" in capsys.readouterr().err
-    if find_spec("torch_fidelity") is None:
-        assert command(str(plain), "--features", "inception") == 2
-        assert "pip install torch-fidelity" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -197,24 +169,14 @@ def planned(monkeypatch):
         runs.append((evaluation, [setting.name for setting in settings], batch))
         raise ToMeConfigError("enough")
 
-    monkeypatch.setattr(evaluation, "evaluate", note)
+    monkeypatch.setattr(script, "evaluate", note)
     return runs
-
-
-def test_quick_replaces_defaults_alone(model, tmp_path, planned):
-    """An option on the command line keeps its value, also if that is the usual default."""
-    for options in ([], ["--steps", "10", "--ratio", "0.1", "0.25", "--batch", "4", "--ablations", "use_rand"]):
-        assert evaluate(model, tmp_path, "--quick", *options) == 2
-    assert [(run.size, run.steps, len(run.prompts), names, batch) for run, names, batch in planned] == [
-        (64, 2, 2, ["0.5"], 2),
-        (64, 10, 2, ["0.1", "0.25", "0.1-fixed", "0.25-fixed"], 4),
-    ]
 
 
 def test_what_is_not_given_is_the_models_own(model, tmp_path, planned, capsys):
     folder, defaults = tmp_path / "model", tmp_path / "model" / "defaults.json"
     shutil.copytree(model, folder)
-    command = partial(evaluate, folder, tmp_path / "out", "--ablations", "use_rand")
+    command = partial(evaluate, folder, tmp_path / "out")
     assert command() == 2
     (folder / "prompts.txt").unlink()
     defaults.write_text('{"steps": 3, "guidance_scale": 1.5}')
@@ -230,21 +192,6 @@ def test_what_is_not_given_is_the_models_own(model, tmp_path, planned, capsys):
     assert f"{defaults}: guidance: " in capsys.readouterr().err
 
 
-def test_bf16_is_measured_beside_merging(model, tmp_path, monkeypatch, planned):
-    monkeypatch.setattr(evaluate_command, "choose_runtime", lambda **settings: None)  # whether this CPU has it
-    for backend in ("openvino", "openvino-bf16"):
-        evaluate(model, tmp_path, "--quick", "--backend", backend)
-    assert [names for _, names, _ in planned] == [["0.5"], ["0.5", "plain-bf16"]]
-
-
-def test_the_bundled_model_is_the_one_of_the_size(monkeypatch, tmp_path, planned):
-    monkeypatch.chdir(EMOJI_SD.parents[1])
-    for size in ("128", "256"):
-        assert main(["evaluate", "--size", size, "--steps", "7", "--output", str(tmp_path)]) == 2
-    models = [(run.model, run.steps, run.guidance_scale) for run, *_ in planned]
-    assert models == [("examples/emoji_sd", 7, 2.0), ("examples/scenes_sd", 7, 3.0)]
-
-
 def test_results_of_another_kind_or_format_are_refused(tmp_path, capsys):
     for content, message in (
         ({"kind": "speed", "format": 2}, "is not a quality result: its kind is 'speed'"),
@@ -252,7 +199,7 @@ def test_results_of_another_kind_or_format_are_refused(tmp_path, capsys):
         ([], "holds a JSON list"),
     ):
         write_result(tmp_path / "result.json", content)
-        assert main(["evaluate", "report", str(tmp_path / "result.json"), "--output", str(tmp_path)]) == 2
+        assert script.main(["report", str(tmp_path / "result.json"), "--output", str(tmp_path)]) == 2
         assert message in capsys.readouterr().err
-    assert main(["evaluate", "report", str(tmp_path / "missing.json")]) == 2
+    assert script.main(["report", str(tmp_path / "missing.json")]) == 2
     assert "cannot be read" in capsys.readouterr().err

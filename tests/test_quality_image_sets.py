@@ -1,42 +1,29 @@
 """The settings and prompts of an evaluation."""
 
-import json
 import math
 from dataclasses import replace
 
 import pytest
-
-from ppdiffusers_tome import ToMeConfig, ToMeConfigError
-from ppdiffusers_tome.evaluation.quality.image_sets import (
+from lab.quality.image_sets import (
     OTHER_SEEDS,
     PHOTOGRAPHS,
     PLAIN_IMAGES,
     Evaluation,
     list_image_sets,
-    read_texts,
     with_seeds,
 )
 
-EVALUATION = Evaluation("model", (("a fox", 1), ("an owl", 2**32 - 1)), 32, 20, 7.5, "eager", threads=1)
+from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 
-
-def test_every_setting_differs_from_the_defaults_in_one_thing():
-    settings = {setting.name: setting for setting in list_image_sets(ratios=(0.25, 0.5), levels=(1, 2, 4))}
-    assert list(settings) == [
-        *("0.25", "0.5", "0.5-down2", "0.5-down4"),
-        *("0.5-crossattn", "0.5-mlp", "0.5-crossattn-mlp", "0.25-fixed", "0.5-fixed"),
-    ]
-    assert settings["0.5-down4"].config == ToMeConfig(ratio=0.5, max_downsample=4)
-    assert settings["0.5-crossattn-mlp"].config == ToMeConfig(ratio=0.5, merge_crossattn=True, merge_mlp=True)
-    assert settings["0.25-fixed"].config == ToMeConfig(ratio=0.25, use_rand=False)
-    groups = [setting.group for setting in settings.values()]
-    assert groups == ["ratio"] * 2 + ["max_downsample"] * 2 + ["layers"] * 3 + ["use_rand"] * 2
+EVALUATION = Evaluation("model", (("a fox", 1), ("an owl", 2**32 - 1)), 32, 20, 7.5, "onnxruntime", threads=1)
 
 
 def test_methods_are_generated_at_each_ratio_or_at_their_own():
     methods = [{"window": 4, "proportional": True}, {"method": "todo", "use_rand": True, "ratio": 0.75}]
     methods.append({"window": ToMeConfig().window})  # equals the defaults, which are generated already
-    settings = list_image_sets((0.25, 0.5), ablations=(), methods=methods)[2:]
+    settings = list_image_sets((0.25, 0.5), methods)
+    assert [(setting.name, setting.group) for setting in settings[:2]] == [("0.25", "ratio"), ("0.5", "ratio")]
+    settings = settings[2:]
     assert {setting.group for setting in settings} == {"method"}
     assert {setting.name: setting.config for setting in settings} == {
         "0.25-window=4_proportional=True": ToMeConfig(ratio=0.25, window=4, proportional=True),
@@ -51,8 +38,6 @@ def test_methods_are_generated_at_each_ratio_or_at_their_own():
         ({"ratios": (0.0,)}, "ratio=0.0 is not allowed: it must be above 0"),
         ({"ratios": (0.9,)}, "ratio=0.9"),
         ({"ratios": (0.5, 0.5)}, "0.5 is repeated"),
-        ({"ratios": (0.5,), "ablations": ("seeds",)}, "'seeds' is not allowed: it must be one of use_rand"),
-        ({"ratios": (0.5,), "ablations": (), "ablation_ratio": 0.9}, "ratio=0.9"),  # though nothing uses it
         ({"ratios": (0.5,), "methods": [{"ratio": 0}]}, "ratio=0 is not allowed: it must be above 0"),
         ({"ratios": (0.5,), "methods": [{"sx": 4}, {"ratio": 0.5, "sx": 4}]}, "ratio=0.5, sx=4 is repeated"),
         ({"ratios": (0.5,), "methods": [{"method": "todo"}]}, "ratio=0.5 is not allowed: method='todo'"),
@@ -87,31 +72,6 @@ def test_photographs_take_turns_and_other_seeds_are_other_noise_of_the_same_imag
         assert (one.job.image.mode, one.job.image.size) == ("RGB", (32, 32))
     assert len({prompt.job.image.tobytes() for prompt in plain}) == len(PHOTOGRAPHS)
     assert len(set(plain)) == 9, "generation counts them in sets"
-
-
-def test_prompts_of_each_kind_of_file(tmp_path):
-    (tmp_path / "a.txt").write_text("a fox\n\na “blue” owl\n")
-    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a fox", "seed": 3}) + "\n")
-    (tmp_path / "a.tsv").write_text('Prompt\tCategory\na "red" cube\tAbstract\n\tnone\nbears\tAnimals\n')
-    assert read_texts(tmp_path / "a.txt") == ["a fox", "a “blue” owl"]
-    assert read_texts(tmp_path / "a.jsonl") == ["a fox"]
-    assert read_texts(tmp_path / "a.tsv") == ['a "red" cube', "bears"]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.tsv", "Category\nx\n", "must name a column 'Prompt'"),
-        ("a.tsv", None, "cannot be read"),
-        ("a.csv", "a", "must end in .txt or .jsonl"),
-        ("a.txt", "\n", "has no prompt"),
-    ],
-)
-def test_files_without_prompts_are_refused(tmp_path, name, content, message):
-    if content is not None:
-        (tmp_path / name).write_text(content)
-    with pytest.raises(ToMeConfigError, match=message):
-        read_texts(tmp_path / name)
 
 
 def test_prompts_repeat_with_other_seeds():

@@ -1,15 +1,12 @@
 """Metrics checked against closed forms, against loops that a reader can check, and for invariance."""
 
-import sys
-import types
-
 import numpy as np
 import pytest
 from golden.quality_inputs import noise, pair
+from lab.quality import metrics
+from lab.quality.metrics import blur, kid, squared_mmd, ssim
 
 from ppdiffusers_tome.comparison.arms import psnr
-from ppdiffusers_tome.evaluation.quality import metrics
-from ppdiffusers_tome.evaluation.quality.metrics import blur, kid, load_fid, squared_mmd, ssim
 
 
 def normal(seed, count, width):
@@ -77,18 +74,3 @@ def test_kid_grows_with_a_shift_and_repeats():
     assert kid(*large) == kid(*(x.astype(np.float64) for x in large)), "computed in float64"
     all_members = kid(x[:2], x[2:4])  # subsets of all members, in some order
     assert all_members == {"mean": pytest.approx(squared_mmd(x[:2], x[2:4])), "std": pytest.approx(0, abs=1e-12)}
-
-
-# FID: only the call, because its package is not installed here
-
-
-def test_fid_calls_torch_fidelity(tmp_path, monkeypatch):
-    options = {}
-    fidelity, torch = types.ModuleType("torch_fidelity"), types.ModuleType("torch")
-    fidelity.calculate_metrics = lambda **others: options.update(others) or {"frechet_inception_distance": 3}
-    torch.cuda = types.SimpleNamespace(is_available=lambda: False)
-    monkeypatch.setitem(sys.modules, "torch_fidelity", fidelity)
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    assert load_fid()(tmp_path / "a", tmp_path / "b") == 3
-    folders = {"input1": str(tmp_path / "a"), "input2": str(tmp_path / "b")}
-    assert options == {**folders, "fid": True, "cuda": False, "verbose": False}

@@ -7,15 +7,15 @@ from urllib.parse import unquote
 
 import numpy as np
 import pytest
+from lab.plotting import looks_of
+from lab.quality import quality_plots as plots
+from lab.quality.quality_report import default_setting, read_frame, write_quality_page
 from PIL import Image
 from quality_support import RATIOS, make_result, write_images
 
 from ppdiffusers_tome.comparison import sheets
 from ppdiffusers_tome.comparison.sheets import difference_map, make_sheet, save_jpeg
 from ppdiffusers_tome.errors import ToMeConfigError
-from ppdiffusers_tome.evaluation.plotting import looks_of
-from ppdiffusers_tome.evaluation.quality import quality_plots as plots
-from ppdiffusers_tome.evaluation.quality.quality_report import default_setting, read_frame, write_quality_page
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +52,13 @@ def test_links_lead_to_files_and_the_sheet_shows_evenly_spaced_prompts(written):
     assert about["rows"] == ["plain", *(f"{ratio:g}" for ratio in RATIOS)]
 
 
-def test_fid_and_infinite_psnr_are_shown(tmp_path, empty_plots):
+def test_infinite_psnr_are_shown(tmp_path, empty_plots):
     result = make_result(count=4)
     result["settings"] = result["settings"][:1]
-    result["settings"][0]["fid"] = 12.34
     result["settings"][0]["pairs"]["psnr"] = [None, None, None, 30.0]  # equal images
     text = write_quality_page(result, tmp_path, tmp_path / "quality.json")
-    header, _, row = re.findall(r"^\|.*\|$", text.split("## By ratio\n")[1], re.M)[:3]
-    assert header.endswith("| FID to real |") and row.endswith("| 12.3 |") and "| ∞ (∞–∞) |" in row
+    _, _, row = re.findall(r"^\|.*\|$", text.split("## By ratio\n")[1], re.M)[:3]
+    assert "| ∞ (∞–∞) |" in row
     assert "## Images" not in text
 
 
@@ -105,15 +104,6 @@ def test_summary_has_small_changes_and_the_ratios_above_the_noise_floor(result, 
     for mean, ratios in ((0.0199, ""), (0.0201, "0.1"), (0.0, "")):
         result["settings"][0]["kid"]["to plain, other seeds"] = {"mean": mean, "std": 0.004}  # 2·√(3² + 4²) = 10
         assert (f"at ratio {ratios}." if ratios else "at any ratio.") in summary_of(result, tmp_path)
-
-
-@pytest.mark.parametrize(("ratio", "name"), [(0.25, "0.25"), (0.3, "0.25"), (0.7, "0.75")])
-def test_default_is_nearest_to_the_ratio_of_the_ablations(ratio, name):
-    result = make_result()
-    for setting in result["settings"]:
-        if setting["group"] in ("max_downsample", "layers"):
-            setting["config"]["ratio"] = ratio
-    assert default(result)["name"] == name
 
 
 # Sheets and difference maps
@@ -175,7 +165,7 @@ def test_jpeg_is_small_and_carries_its_settings(tmp_path, monkeypatch):
 
 NINE = make_result(count=9)
 PAIRS = ["psnr", "ssim", "perceptual"]
-LABELS = {"ratio": "random dst", "use_rand": "use_rand=False", "tomesd": "tomesd on PyTorch", "method": "tomesd"}
+LABELS = {"ratio": "random dst", "tomesd": "tomesd on PyTorch", "method": "tomesd"}
 KNOWN = {name: known for name, known in NINE["calibration"].items() if known["pairs"]}
 
 

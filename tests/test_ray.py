@@ -19,7 +19,6 @@ from time import monotonic
 import httpx
 import psutil
 import pytest
-from conftest import tiny_pipeline
 from PIL import Image
 from serving_support import MALFORMED_HOSTS, OPENAI, until
 
@@ -537,17 +536,3 @@ def test_workers_end_when_the_consumer_stops(fake_engines):
     assert next(results)[0].index == 0
     results.close()
     assert threading.active_count() == before and FakeRemoteEngine.calls <= 3
-
-
-def test_evaluation_on_actors_writes_the_same_images(tmp_path):
-    model = tmp_path / "model"
-    tiny_pipeline().save_pretrained(str(model))
-    (model / "prompts.txt").write_text("a fox\nan owl\n")
-    options = ["--model", str(model), "--backend", "eager", "--ratio", "0.5", "--ablations", "--count", "4"]
-    options += ["--batch", "2", "--size", "32", "--steps", "1", "--threads", "1"]
-    command = [*PYTHON_M, "evaluate", *options, "--output"]
-    subprocess.run([*command, "ray", "--ray", "--actors", "2"], check=True, cwd=tmp_path)
-    subprocess.run([*command, "here"], check=True, cwd=tmp_path)
-    folders = (tmp_path / out / "images" for out in ("ray", "here"))
-    there, here = ({path.name: path.read_bytes() for path in folder.rglob("*.png")} for folder in folders)
-    assert there == here and len(here) == 3 * 4

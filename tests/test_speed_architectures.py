@@ -6,9 +6,9 @@ import math
 import paddle
 import pytest
 from conftest import EMOJI_SD
+from lab.speed.architectures import ARCHITECTURES, architecture_of, read_architecture
 
 from ppdiffusers_tome import ToMeConfigError
-from ppdiffusers_tome.evaluation.speed.architectures import ARCHITECTURES, architecture_of, read_architecture
 from ppdiffusers_tome.families.models import find_blocks
 from ppdiffusers_tome.grid import Grid
 

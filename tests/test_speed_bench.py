@@ -1,19 +1,16 @@
-"""`bench`, from the command line to the file."""
+"""benchmarks/bench.py, from the command line to the file."""
 
 import json
 import re
-from pathlib import Path
 
+import bench
 import pytest
 import speed_results as stored
-from conftest import EMOJI_SD, tiny_pipeline
+from lab.speed.cases import read_cases
 
-from ppdiffusers_tome import ToMeConfig, ToMeError
-from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.commands import bench
-from ppdiffusers_tome.evaluation.speed.cases import read_cases
+from ppdiffusers_tome import ToMeConfig
 
-TINY = ["bench", "--architecture", "tiny", "--size", "128", "--threads", "1"]
+TINY = ["--architecture", "tiny", "--size", "128", "--threads", "1"]
 
 
 def read(file):
@@ -26,13 +23,13 @@ def test_bench_prints_a_table_and_writes_what_was_measured(tmp_path, capsys):
     out = tmp_path / "new" / "speed.json"
     options = [*TINY, "--rounds", "2", "--arms", "plain", "tome", "both", "--output", str(out)]
     options += ["--merging", "proportional=false,window=none", "proportional,method=todo,ratio=0.75"]
-    assert main(options) == 0
+    assert bench.main(options) == 0
     printed, case = capsys.readouterr().out, read(out)
-    assert "tiny, one UNet pass, 128 px, batch 2, float32: 256 tokens" in printed
+    assert "tiny, one UNet pass, 128 px, batch 2: 256 tokens" in printed
     assert re.search(
         r"default 0\.5, whole grid, not proportional, eager +204 +\d\.\d{4} +\d+\.\d\d× +\d\.\d\n", printed
     )
-    assert json.loads(out.read_text())["command"] == f"python -m ppdiffusers_tome {' '.join(options)}"
+    assert json.loads(out.read_text())["command"] == f"python benchmarks/bench.py {' '.join(options)}"
     assert [arm.arm for arm in case.with_status("measured")] == ["plain", "tome", "tome", "both", "both"]
     plain, tome, cells, both, _ = case.arms
     assert (cells.name, cells.kept) == ("todo 0.75, eager", 64)
@@ -52,7 +49,7 @@ def test_a_settings_file_is_a_way_to_merge(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "measure_all", lambda cases, *_, **__: measured.extend(cases) or cases)
     ToMeConfig(ratio=0.6, window=4).save(tmp_path / "tuned.json")
     options = ["--config", str(tmp_path / "tuned.json"), "--merging", "sx=4", "--ratio", "0.25", "--arms", "tome"]
-    assert main([*TINY, *options, "--output", str(tmp_path / "speed.json")]) == 1, "nothing was measured"
+    assert bench.main([*TINY, *options, "--output", str(tmp_path / "speed.json")]) == 1, "nothing was measured"
     (case,) = measured
     configs = [ToMeConfig(ratio=0.6, window=4, use_rand=False), ToMeConfig(ratio=0.25, sx=4, use_rand=False)]
     assert [arm.config for arm in case.arms] == configs
@@ -63,68 +60,27 @@ REFUSED = {  # options, and what the error names
         option: option
         for option in ("--rounds 0", "--warm-up 0", "--threads 0", "--batch 0", "--size 0", "--size 130")
     },
-    **{option: option for option in ("--memory-limit 0", "--memory-limit nan", "--dtype float16", "--scope pipeline")},
     "--ratio 0.9": "ratio=0.9",
-    "--max-downsample 3": "max_downsample=3",
+    "--merging max_downsample=3": "max_downsample=3",
     "--merging use_rand": "--merging use_rand",
     "--merging windw=8": "windw",
-    "--scope pipeline --steps 0": "--steps 0",
-    "--scope pipeline --guidance-scale nan": "--guidance-scale nan",
 }
 
 
 @pytest.mark.parametrize(("options", "named"), REFUSED.items())
 def test_bad_option_is_an_error_of_one_line_before_anything_is_measured(options, named, capsys, tmp_path):
-    assert main([*TINY, "--output", str(tmp_path / "speed.json"), *options.split()]) == 2
+    assert bench.main([*TINY, "--output", str(tmp_path / "speed.json"), *options.split()]) == 2
     error = capsys.readouterr().err
     assert named in error and error.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
-def test_quick_replaces_only_defaults(monkeypatch, tmp_path):
-    """Options that are set keep their values, also where they are the usual defaults."""
-    measured = []
-
-    def record(cases, settings, *_, **__):
-        measured.append([(Path(case.model).name, case.size, case.batch) for case in cases])
-        measured.append((settings.rounds, {(arm.backend, arm.ratio) for case in cases for arm in case.arms}))
-        raise ToMeError("enough")
-
-    monkeypatch.setattr(bench, "measure_all", record)
-    monkeypatch.setattr(bench, "BUNDLED", EMOJI_SD)
-    command = ["bench", "--quick", "--arms", "plain", "tome", "--output", str(tmp_path / "speed.json")]
-    options = ["--size", "192", "--ratio", "0.25", "--rounds", "5", "--backend", "eager"]
-    assert main(command) == main([*command, *options]) == 2
-    assert main([*command, "--architecture", "tiny", "--batch", "3"]) == 2
-    every = {(backend, ratio) for backend in ("eager", "onnxruntime") for ratio in (0.0, 0.5)}
-    assert measured[:2] == [[("tiny", 128, 2), ("emoji_sd", 128, 2)], (2, every)]
-    assert measured[2:4] == [[("tiny", 192, 2), ("emoji_sd", 192, 2)], (5, {("eager", 0.0), ("eager", 0.25)})]
-    assert measured[4:] == [[("tiny", 128, 3)], (2, every)]
-
-
 def test_report_is_printed_and_written(tmp_path, capsys):
     arms = [stored.arm("plain", [4.0] * 3), stored.arm("tome", [2.0] * 3, ratio=0.5)]
     file, out = stored.write(tmp_path / "new.json", stored.result([stored.case(arms)])), tmp_path / "new" / "speed.md"
-    report = ["bench", "report", "--output", str(out.parent)]
-    assert main([*report, str(file)]) == 0
+    report = ["report", "--output", str(out.parent)]
+    assert bench.main([*report, str(file)]) == 0
     printed = capsys.readouterr()
     assert printed.out.strip() == out.read_text().strip() and f"written to {out}" in printed.err
-    assert main([*report, str(tmp_path / "no.json")]) == 2
+    assert bench.main([*report, str(tmp_path / "no.json")]) == 2
     assert "no.json cannot be read as a result" in capsys.readouterr().err
-
-
-def test_pipelines_are_timed_by_both_backends(worker_in_this_process, tmp_path):
-    folder, out = tmp_path / "model", tmp_path / "speed.json"
-    tiny_pipeline().save_pretrained(str(folder))
-    what = ["bench", "--model", str(folder), "--scope", "pipeline", "--size", "32", "--batch", "1", "--steps", "2"]
-    how = ["--backend", "eager", "predictor", "--arms", "tome", "--rounds", "1", "--threads", "1"]
-    how += ["--merging", "proportional=false,window=none"]
-    assert main([*what, *how, "--output", str(out)]) == 0
-    case = read(out)
-    assert (case.scope, case.steps, case.guidance_scale, case.tokens) == ("pipeline", 2, 7.5, 256)
-    eager, predictor = case.with_status("measured")
-    for arm in (eager, predictor):
-        assert len(arm.seconds) == 1 and arm.kept == 204
-        assert arm.peak_memory_bytes > 0 and arm.macs > 0
-    assert (eager.backend, predictor.backend) == ("eager", "predictor")
-    assert eager.parity is None and predictor.parity["difference"] < 1e-2

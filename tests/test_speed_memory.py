@@ -1,19 +1,16 @@
-"""Peak memory is exact to the byte, and a limit limits."""
+"""Peak memory is exact to the byte."""
 
 import gc
 
 import paddle
 import pytest
-from paddle.base import core
-
-from ppdiffusers_tome.evaluation.speed.memory import (
+from lab.speed.memory import (
     available_bytes,
     current_bytes,
-    is_out_of_memory,
-    limited,
     peak_bytes,
     weights_bytes,
 )
+from paddle.base import core
 
 MB = 1_000_000
 
@@ -87,38 +84,3 @@ def test_weights_are_counted_in_their_dtype():
     layer = paddle.nn.Linear(5, 7)
     assert weights_bytes(layer) == 4 * (5 * 7 + 7)
     assert weights_bytes(layer.to(dtype="bfloat16")) == 2 * (5 * 7 + 7)
-
-
-@pytest.mark.parametrize(
-    ("limit", "weights", "small", "large"),
-    [(64 * MB, 0, 32, 320), (200 * MB, 150 * MB, 20, 120), (None, 0, 64, None)],  # None: what the machine has
-)
-def test_limit_raises_memory_error_and_ends_with_its_context(limit, weights, small, large):
-    """The weights are part of it."""
-    with limited(limit, weights):
-        allocate(small)
-        with pytest.raises(MemoryError) as error:
-            allocate(large or 2 * available_bytes() // MB)
-    assert is_out_of_memory(error.value)
-    allocate(320)
-
-
-def test_nothing_is_limited_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(paddle, "get_device", lambda: "gpu:0")
-    with limited(64 * MB, 0):
-        allocate(320)
-
-
-@pytest.mark.parametrize(
-    ("error", "is_memory"),
-    [
-        (MemoryError(), True),
-        (RuntimeError("(ResourceExhausted) Fail to alloc memory of 4 size"), True),
-        ("terminate called after throwing an instance of 'std::bad_alloc'", True),
-        ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory", True),
-        (ValueError("shapes differ"), False),
-        ("Segmentation fault", False),
-    ],
-)
-def test_errors_of_memory_are_recognised(error, is_memory):
-    assert is_out_of_memory(error) is is_memory

@@ -4,12 +4,10 @@ import re
 
 import numpy as np
 import pytest
+from lab.speed.cases import Arm
+from lab.speed.parity import TRIES, check_parity, reference_of, tolerance
 from speed_results import config
 
-from ppdiffusers_tome.evaluation.speed.cases import Arm, Case
-from ppdiffusers_tome.evaluation.speed.parity import TRIES, check_parity, reference_of, tolerance
-
-CASE = Case("tiny", size=128)
 MERGED = np.array([1.0, -1.0])
 OUTPUTS = {"plain, eager": np.array([1.0, -2.0]), "tomesd 0.5, windows of 8, eager": np.array([0.5, 2.0])}
 
@@ -30,9 +28,9 @@ def outputs(computed=None, **changes):
     return output
 
 
-def check(arms, output, case=CASE):
+def check(arms, output):
     seeds = []
-    check_parity(case, arms, seeds.append, output)
+    check_parity(arms, seeds.append, output)
     return {each.name: each.reason for each in arms if each.status == "error"}, seeds
 
 
@@ -58,7 +56,7 @@ def test_arm_that_differs_is_tried_on_several_inputs(added, reason):
 
 def test_arm_may_differ_for_some_inputs():
     seeds, predictor = [], arm("tome", "predictor")
-    check_parity(CASE, [predictor], seeds.append, lambda a: outputs(tome_predictor=1e-2 if seeds[-1] < 2 else 0)(a))
+    check_parity([predictor], seeds.append, lambda a: outputs(tome_predictor=1e-2 if seeds[-1] < 2 else 0)(a))
     assert seeds == [0, 1, 2, 0] and predictor.status == "planned" and predictor.parity["difference"] == 0
 
 
@@ -66,7 +64,7 @@ def test_each_image_may_agree_for_other_inputs():
     """With many tokens, rounding changes a pair of one image of a batch with nearly all inputs."""
     seeds, predictor = [], arm("tome", "predictor")
     added = np.array([[1e-2, 1e-5], [1e-2, 1e-2], [2e-5, 1e-2]])
-    check_parity(CASE, [predictor], seeds.append, lambda arm: outputs(tome_predictor=added[seeds[-1]])(arm))
+    check_parity([predictor], seeds.append, lambda arm: outputs(tome_predictor=added[seeds[-1]])(arm))
     assert seeds == [0, 1, 2, 0] and predictor.status == "planned"
     assert predictor.parity["difference"] == pytest.approx(2e-5)
 
@@ -89,12 +87,10 @@ def test_references():
     assert reference_of(arm("tome", "predictor", 2)) == arm("tome", level=2)
 
 
-def test_half_precision_is_compared_where_nothing_merges():
-    half = Case("tiny", dtype="bfloat16")
-    assert tolerance(half, arm("memory-efficient")) > tolerance(CASE, arm("memory-efficient"))
-    assert tolerance(CASE, arm("plain", backend="openvino-bf16")) == tolerance(half, arm("plain"))
-    assert tolerance(CASE, arm("tome", backend="openvino-bf16")) is None
-    assert tolerance(half, arm("tome")) is None and tolerance(CASE, arm("tome")) == 1e-5
+def test_bf16_is_compared_where_nothing_merges():
+    bf16, sliced, eager = arm("plain", backend="openvino-bf16"), arm("memory-efficient"), arm("tome")
+    assert tolerance(bf16) > tolerance(sliced) > tolerance(eager)
+    assert tolerance(arm("tome", backend="openvino-bf16")) is None
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def add_merge_options(group: argparse._ActionsContainer, about: str, is_single: 
     place.add_argument("--method", nargs=number, default=[], choices=METHODS, help=f"{about}, by name. {listed}")
     text = f"{about}: settings of ToMeConfig, such as {EXAMPLE}"
     place.add_argument("--merging", nargs=number, default=[], metavar="SETTINGS", help=text)
-    file = "the same from a settings file, which tune and ToMeConfig.save write"
+    file = "the same from a settings file, which compare and ToMeConfig.save write"
     place.add_argument("--config", nargs=number, default=[], type=Path, metavar="FILE", help=file)
 
 

@@ -3,7 +3,6 @@
 import filecmp
 import inspect
 import json
-import os
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -49,7 +48,6 @@ from .manifest import (
     Size,
     list_programs,
     ratio_name,
-    read_manifest,
 )
 from .onnx_weights import SharedWeights
 from .paddle_runtime import PaddleRuntime
@@ -155,7 +153,6 @@ def write_export(
     layout: DiffusersLayout | None = None,
     overwrite: bool = False,
     for_gpu: bool = False,
-    linked: Iterable[tuple[Path, ProgramFile]] = (),
     progress: bool = True,
 ) -> Manifest:
     """`export_pipeline` for configs in place of ratios and settings.
@@ -163,9 +160,6 @@ def write_export(
     Args:
         configs: one for each ratio; None: those that are applied to the pipeline.
         layout: None: ppdiffusers'. Otherwise format must be "onnx".
-        linked: programs to link instead of tracing them again, with their folders on the same file system, for the
-            package's own experiments: `unmerged_programs` of an earlier export of the same pipeline, or what
-            `tracing.save` wrote with the same settings. Those that do not have all formats are traced.
     """
     check_arguments(folder, configs, sizes, controlnet=controlnet, overwrite=overwrite, format=format, layout=layout)
     check_pipeline(pipe)
@@ -180,7 +174,7 @@ def write_export(
     with replacing(folder, overwrite) as partial, Converter() as converter, gpu_form(for_gpu):
         export = partial if layout is None else partial / "export"
         states = layout is not None
-        writer = _Writer(pipe, merging, sizes[0], export, EXPORT_FORMATS[format], converter, linked, states)
+        writer = _Writer(pipe, merging, sizes[0], export, EXPORT_FORMATS[format], converter, states)
         for target, file in tqdm(planned.items(), desc="export", unit="program", disable=not progress):
             writer.write(file, target)
         copy_parts(pipe, export, image_to_image)
@@ -220,11 +214,6 @@ def _describe_pipeline(pipe: DiffusionPipeline, merging: Mapping[float, Configs]
     }
 
 
-def unmerged_programs(folder: Path) -> list[tuple[Path, ProgramFile]]:
-    """The programs of an export that do not depend on its sizes and ratios, such as text encoder and VAE."""
-    return [(folder, file) for file in read_manifest(folder).programs if file.size is None]
-
-
 class _Writer:
     """Writes the programs of an export, one after another; one copy of one model is in memory.
 
@@ -243,7 +232,6 @@ class _Writer:
         folder: Path,
         formats: tuple[str, ...],
         converter: Converter,
-        linked: Iterable[tuple[Path, ProgramFile]],
         all_states: bool = False,
     ) -> None:
         self.written: list[ProgramFile] = []
@@ -251,17 +239,12 @@ class _Writer:
         self._folder, self._formats, self._all_states = folder, formats, all_states
         self._converter = converter if "onnx" in formats else None
         self._weights: dict[str, SharedWeights] = {}  # of ONNX programs, by model
-        self._linked = {file.place: (root, file) for root, file in linked if file.formats == formats}
 
     def write(self, planned: ProgramFile, target: str) -> None:
-        """Write or link one program, in Paddle's format to the folder `target`."""
-        root, file = self._linked.get(planned.place, (None, None))
-        if root is None or file is None:
-            root, file = self._folder, self._trace(planned, target)
-        elif file.program is not None:
-            file = self._link_program(root, file, target)
+        """Write one program, in Paddle's format to the folder `target`."""
+        file = self._trace(planned, target)
         if file.onnx is not None:
-            file = self._add_onnx(root, file, f"onnx/{planned.name}.onnx")
+            file = self._move_onnx(file, f"onnx/{planned.name}.onnx")
         if "paddle" not in self._formats:
             shutil.rmtree(self._folder / target, ignore_errors=True)
             file = replace(file, program=None, params=None)
@@ -278,28 +261,11 @@ class _Writer:
         traceable = _traceable(self._pipe, planned, self._merging, self._all_states)
         return save(traceable, planned, self._folder, target, dims, PaddleRuntime().cores(), self._converter)
 
-    def _link_program(self, root: Path, file: ProgramFile, target: str) -> ProgramFile:
-        (self._folder / target).mkdir(parents=True)
-        names = [f"{target}/{Path(str(name)).name}" for name in (file.program, file.params)]
-        for source, name in zip((file.program, file.params), names, strict=True):
-            os.link(root / str(source), self._folder / name)
-        return replace(file, program=names[0], params=names[1])
-
-    def _add_onnx(self, root: Path, file: ProgramFile, target: str) -> ProgramFile:
-        """Move a new program beside the weights of its model; link or copy one of another folder."""
-        source, name = root / str(file.onnx), f"onnx/{file.model}{ONNX_WEIGHTS}"
-        if root != self._folder and file.size is None:  # all of its weights are its own
-            (self._folder / target).parent.mkdir(exist_ok=True)
-            os.link(source, self._folder / target)
-            os.link(root / name, self._folder / name)
-            return replace(file, onnx=target)
+    def _move_onnx(self, file: ProgramFile, target: str) -> ProgramFile:
+        """Move a program beside the weights of its model."""
         if file.model not in self._weights:
-            self._weights[file.model] = SharedWeights(self._folder / name)
-        weights = self._weights[file.model]
-        if root == self._folder:
-            weights.move(source, self._folder / target)
-        else:
-            weights.copy(source, self._folder / target)
+            self._weights[file.model] = SharedWeights(self._folder / f"onnx/{file.model}{ONNX_WEIGHTS}")
+        self._weights[file.model].move(self._folder / str(file.onnx), self._folder / target)
         return replace(file, onnx=target)
 
 

@@ -36,15 +36,6 @@ class SharedWeights:
 
     def move(self, source: Path, target: Path) -> None:
         """Write the `.onnx` file `source` as `target`, which refers to the shared weights, and remove `source`."""
-        self.copy(source, target)
-        source.unlink()
-        Path(f"{source}{EXTERNAL_SUFFIX}").unlink(missing_ok=True)
-
-    def copy(self, source: Path, target: Path) -> None:
-        """Write the `.onnx` file `source` as `target`, which refers to the shared weights.
-
-        The weights of `source` may be in another shared file.
-        """
         import onnx
 
         model = onnx.load(str(source))
@@ -66,6 +57,8 @@ class SharedWeights:
         target.parent.mkdir(parents=True, exist_ok=True)
         onnx.save(model, str(target))
         onnx.checker.check_model(str(target))
+        source.unlink()
+        Path(f"{source}{EXTERNAL_SUFFIX}").unlink(missing_ok=True)
 
     def copy_optimized(self, source: Path, target: Path) -> None:
         """Write a program that ONNX Runtime has optimized as `target`, which refers to the shared weights.

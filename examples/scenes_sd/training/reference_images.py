@@ -1,4 +1,4 @@
-"""Write the images that the bundled model was trained on, as the real images of `evaluate --real`.
+"""Write the images that the bundled model was trained on, as the real images of `benchmarks/evaluate.py --real`.
 
     python -m venv reference && reference/bin/pip install resvg-py==0.5.0 pillow==11.0.0
     reference/bin/python benchmarks/reference_images.py --output FOLDER

@@ -1,0 +1,145 @@
+"""Generates all image sets of an evaluation from the same noise, in a folder that a repeated run continues."""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from ppdiffusers import DiffusionPipeline
+from tqdm.auto import tqdm
+
+from ppdiffusers_tome.comparison.environment import commit, model_files, versions
+from ppdiffusers_tome.comparison.results import read_json, write_result
+from ppdiffusers_tome.config import ToMeConfig
+from ppdiffusers_tome.errors import ToMeConfigError, ToMeError, ToMeExportError
+from ppdiffusers_tome.generation.engine import load_engine
+from ppdiffusers_tome.generation.offline import ImageBackend, generate, generate_here
+from ppdiffusers_tome.inference import Size, read_manifest
+from ppdiffusers_tome.inference.export import write_export
+from ppdiffusers_tome.inference.loading import load_for_export
+from ppdiffusers_tome.inference.manifest import MANIFEST
+
+from ..cache import digest, sources, warn_of_damage
+from ..speed.cases import PROGRAM_FORMATS, PROGRAMS
+from .image_sets import Evaluation, ImageSet
+
+RECORD = "evaluation.json"  # in a folder of images: the evaluation that they belong to
+
+
+def load_model(model: str) -> DiffusionPipeline:
+    """A pipeline from a folder or the hub, in float32, which a process loads once; ToMeExportError if it cannot."""
+    return _load(model)
+
+
+_load = lru_cache(maxsize=1)(partial(load_for_export, safety_checker=False))
+
+
+def check_model(evaluation: Evaluation) -> None:
+    """Raise ToMeConfigError if the model is a pipeline without a UNet, or one whose outputs are no images."""
+    pipe = load_model(evaluation.model)
+    if "unet" not in pipe.components or not hasattr(pipe, "image_processor"):
+        kind = type(pipe).__name__
+        raise ToMeConfigError(f"{evaluation.model} is a {kind}: only images of pipelines with a UNet are evaluated.")
+
+
+def fingerprint(evaluation: Evaluation) -> dict[str, Any]:
+    """All that an evaluation's images depend on, ready for JSON, with the model's content, versions and sources."""
+    inputs = {name: value for name, value in asdict(evaluation).items() if name != "threads"}
+    inputs["content of the model"] = model_files(evaluation.model)
+    return json.loads(json.dumps({**inputs, "versions": versions(), "sources": sources()}))
+
+
+def claim_folder(evaluation: Evaluation, output: Path) -> str:
+    """Reserve a folder for an evaluation by these versions and sources; returns the commit of the first run in it.
+
+    Raises:
+        ToMeConfigError: the folder holds images of another evaluation or model, or of other versions or sources.
+    """
+    about, path = fingerprint(evaluation), output / RECORD
+    if not path.exists():
+        write_result(path, {**about, "commit": commit()})
+    recorded = read_json(path)
+    if differences := sorted(name for name in about if recorded.get(name) != about[name]):
+        raise ToMeConfigError(
+            f"{output} holds images of another evaluation: {', '.join(differences)} differ. Choose another folder "
+            "with --output, or remove this one."
+        )
+    return str(recorded["commit"])
+
+
+def generate_images(evaluation: Evaluation, image_sets: Sequence[ImageSet], output: Path, batch: int) -> None:
+    """Generate the images that the folder lacks. Raises ToMeError if images failed; the others are stored."""
+    programs = export_programs(evaluation, image_sets, output)
+    for image_set in tqdm(image_sets, desc="image sets", unit="set", disable=None):
+        runtime = PROGRAMS[evaluation.backend]
+        load = partial(load_engine, programs[image_set], threads=evaluation.threads, **runtime)
+        generate_image_set(evaluation, image_set, output, generate_here(load), batch)
+
+
+def export_programs(evaluation: Evaluation, image_sets: Sequence[ImageSet], output: Path) -> dict[ImageSet, Path]:
+    """The exported folder for each image set; image sets that differ only in the ratio share one."""
+    groups: dict[ToMeConfig, list[ImageSet]] = defaultdict(list)
+    for image_set in image_sets:
+        groups[replace(image_set.config, ratio=0)].append(image_set)
+    programs: dict[ImageSet, Path] = {}
+    for config, members in groups.items():
+        name = config.describe().partition(", ")[2].replace(", ", "_") or "defaults"
+        folder = output.resolve() / "programs" / name
+        ratios = tuple(dict.fromkeys(image_set.config.ratio for image_set in members))
+        if not set(ratios) <= _exported_ratios(folder):
+            write_export(
+                load_model(evaluation.model),
+                folder,
+                [replace(config, ratio=ratio) for ratio in ratios],
+                [Size(evaluation.size, evaluation.size)],
+                format=PROGRAM_FORMATS[evaluation.backend],
+                overwrite=True,
+            )
+        programs |= dict.fromkeys(members, folder)
+    return programs
+
+
+def _exported_ratios(folder: Path) -> set[float]:
+    """The ratios of an export; none if there is no export, or if it is damaged, which warns."""
+    if not folder.exists():
+        return set()
+    try:
+        return set(read_manifest(folder, verify=False).ratios)  # weights are verified when they are loaded
+    except ToMeExportError as error:
+        warn_of_damage(folder / MANIFEST, error)
+        return set()
+
+
+def generate_image_set(
+    evaluation: Evaluation, image_set: ImageSet, output: Path, backend: ImageBackend, batch: int
+) -> None:
+    """Generate the images that the folder of an image set lacks.
+
+    Raises:
+        ToMeError: images failed; the others are stored.
+    """
+    # Threads and the size of a batch change rounding alone.
+    inputs = [evaluation.backend, image_set.framework, image_set.config.describe()]
+    identity = digest([sources(), evaluation.model, *inputs])
+    summary = generate(evaluation.jobs(image_set), identity, image_folder(image_set, output), batch, backend)
+    if summary.failures:
+        prompt, reason = summary.failures[0]
+        raise ToMeError(
+            f"{len(summary.failures)} images of {image_set.name} failed, the first of {prompt.job.prompt!r}: {reason}"
+        )
+
+
+def image_folder(image_set: ImageSet, output: Path) -> Path:
+    """Where the images of an image set are; their names sort in the order of the prompts."""
+    return output / "images" / image_set.name
+
+
+def read_images(paths: Sequence[Path], size: int) -> np.ndarray:
+    """Images as uint8 [N, size, size, 3]; those of another size are resized."""
+    images = [Image.open(path).convert("RGB") for path in paths]
+    return np.stack([np.asarray(image.resize((size, size), Image.Resampling.LANCZOS)) for image in images])

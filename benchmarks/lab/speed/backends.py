@@ -1,0 +1,182 @@
+"""Eager Paddle and exported programs: each computes and times the arms of a workload."""
+
+import json
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from paddle import nn
+from ppdiffusers.models.attention_processor import Attention, AttnProcessor, SlicedAttnProcessor
+
+from ppdiffusers_tome.attach.attach import attach, detach
+from ppdiffusers_tome.comparison.clock import seconds_of
+from ppdiffusers_tome.files import write_file
+from ppdiffusers_tome.inference import ProgramFile, Size, choose_runtime
+from ppdiffusers_tome.inference.conversion import Converter
+from ppdiffusers_tome.inference.export import share_weights
+from ppdiffusers_tome.inference.folder import ONNX_WEIGHTS, ExportedFolder
+from ppdiffusers_tome.inference.onnx_weights import SharedWeights
+from ppdiffusers_tome.inference.tracing import save
+
+from ..cache import Cache, program_key
+from .cases import PLANNED, PROGRAMS, Arm
+from .memory import available_bytes, current_bytes, peak_bytes
+from .others import ATTACHERS
+from .workloads import Workload
+
+Run = Callable[[], Any]  # one pass
+MEMORY_SHARE = 4  # programs stay loaded if they need at most 1/4 of the available memory
+
+
+class Backend(ABC):
+    """Computes the arms of a workload. What `prepared` does is not timed.
+
+    Args:
+        name: in `catalog.BACKENDS`.
+        threads: of programs; those of eager Paddle are the process's.
+        programs: the folder in which exported programs are cached; it may not exist yet.
+    """
+
+    def __init__(self, name: str, workload: Workload, threads: int, programs: Path) -> None:
+        self.name, self.workload, self.threads, self.programs = name, workload, threads, programs
+
+    @abstractmethod
+    def prepared(self, arm: Arm) -> AbstractContextManager[Run]:
+        """A context that yields a function which makes one pass of the arm."""
+
+    def output(self, arm: Arm) -> np.ndarray:
+        """What one pass computes."""
+        with self.prepared(arm) as run:
+            output = run()
+            return output if isinstance(output, np.ndarray) else output.numpy()
+
+    def seconds(self, arm: Arm) -> float:
+        """How long one pass takes."""
+        with self.prepared(arm) as run:
+            return seconds_of(run)
+
+    def peak_memory(self, arm: Arm) -> int | None:
+        """Bytes at the peak of one pass with the weights, by Paddle's counter; None if it does not see it."""
+        self.output(arm)
+        return None
+
+    def release(self, arm: Arm) -> None:  # noqa: B027 - not every backend stores something
+        """Free what is stored for an arm that will not run again."""
+
+    def close(self) -> None:  # noqa: B027 - not every backend has a process
+        """End processes."""
+
+    def attach(self, denoiser: nn.Layer, arm: Arm) -> None:
+        """Change a denoiser as the arm does; nothing changes for an arm that does not merge."""
+        if arm.config is None:
+            return
+        if arm.arm in ATTACHERS:
+            ATTACHERS[arm.arm](denoiser, arm.config, self.workload.latent)
+        else:
+            attach(denoiser, arm.config, None)
+
+
+class EagerBackend(Backend):
+    """Paddle's eager mode. All arms share one model."""
+
+    @contextmanager
+    def prepared(self, arm: Arm) -> Iterator[Run]:
+        denoiser = self.workload.denoiser
+        layers = [layer for layer in denoiser.sublayers() if isinstance(layer, Attention)]
+        processors = [layer.processor for layer in layers]
+        try:
+            for layer in layers:
+                if arm.attention == "xformers":
+                    layer.set_use_memory_efficient_attention_xformers(True)
+                elif arm.attention == "slicing":  # as `enable_attention_slicing("auto")`: half of the heads at once
+                    layer.set_processor(SlicedAttnProcessor(max(1, layer.sliceable_head_dim // 2)))
+                else:
+                    layer.set_processor(AttnProcessor())
+            self.attach(denoiser, arm)
+            yield self.workload.run
+        finally:
+            detach(denoiser)
+            for layer, processor in zip(layers, processors, strict=True):
+                layer.set_processor(processor)
+
+    def peak_memory(self, arm: Arm) -> int | None:
+        with self.prepared(arm) as run:
+            before = current_bytes()
+            peak = peak_bytes(run)
+        return None if peak is None else peak - before + self.workload.weights
+
+
+class ProgramBackend(Backend):
+    """Exported programs in one runtime, which are loaded once, or for each pass if memory is short."""
+
+    def __init__(self, name: str, workload: Workload, threads: int, programs: Path) -> None:
+        super().__init__(name, workload, threads, programs)
+        self._runtime = choose_runtime(threads=threads, **PROGRAMS[name])
+        self._converter = Converter() if self._runtime.format == "onnx" else None
+        planned = sum(arm.backend in PROGRAMS for arm in workload.case.with_status(PLANNED))
+        self._stays_loaded = planned * workload.weights * MEMORY_SHARE <= available_bytes()
+        self._loaded: dict[str, Run] = {}
+        self._peaks: dict[str, int | None] = {}
+        self._cache = Cache(programs)
+
+    @contextmanager
+    def prepared(self, arm: Arm) -> Iterator[Run]:
+        run = self._loaded.get(arm.name)
+        if run is None:
+            file = self._export(arm)
+            before = current_bytes()
+            program = self._runtime.load(ExportedFolder(self.programs), file)
+            run = loaded = lambda: program(**self.workload.inputs)[0]
+            peak = peak_bytes(loaded)  # the first pass of a program prepares its kernels
+            self._peaks[arm.name] = None if peak is None else peak - before  # the weights are the program's own
+        if self._stays_loaded:
+            self._loaded[arm.name] = run
+        yield run
+
+    def peak_memory(self, arm: Arm) -> int | None:
+        self.output(arm)
+        return self._peaks[arm.name] if self._runtime.format == "paddle" else None  # Paddle counts its own only
+
+    def release(self, arm: Arm) -> None:
+        self._loaded.pop(arm.name, None)
+
+    def close(self) -> None:
+        if self._converter:
+            self._converter.close()
+
+    def _export(self, arm: Arm) -> ProgramFile:
+        """The program of an arm, which is traced unless it is cached."""
+        workload, size = self.workload, self.workload.case.size
+        key = program_key(size, arm.arm, arm.config, self._runtime.format)
+        file = self._cache.load_program(key)
+        if file is None:
+            shutil.rmtree(self.programs / key, ignore_errors=True)  # of a process that ended while it wrote
+            traceable = workload.traceable()
+            self.attach(getattr(traceable.layer, "unet", traceable.layer), arm)
+            planned = ProgramFile("unet", size=Size(size, size), ratio=arm.ratio)
+            file = save(traceable, planned, self.programs, key, workload.dims, self.threads, self._converter)
+            file = self._share_weights(file, key)
+            self._cache.store_program(file, key)
+        return file
+
+    def _share_weights(self, file: ProgramFile, key: str) -> ProgramFile:
+        """The program with weights that are on the disk once for all arms."""
+        if file.onnx is None:
+            own = self.programs / str(file.params)
+            params = share_weights(own, [path for path in self.programs.glob("*/*.pdiparams") if path != own])
+            if params != own:
+                os.link(params, own)
+            return file
+        index = self.programs / "weights.json"
+        places = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else {}
+        weights = SharedWeights(self.programs / f"shared{ONNX_WEIGHTS}", places)
+        weights.move(self.programs / file.onnx, self.programs / f"{key}.onnx")
+        write_file(index, json.dumps(weights.places))
+        shutil.rmtree(self.programs / key)
+        return replace(file, program=None, params=None, onnx=f"{key}.onnx")

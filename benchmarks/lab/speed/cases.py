@@ -1,0 +1,225 @@
+"""What `bench` measures: cases (a model at one size) and their arms (ways to compute it).
+
+The same objects are planned, sent to the worker, stored in the result file and read back from it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from ppdiffusers_tome.attach.placement import tokens_kept
+from ppdiffusers_tome.comparison.results import check_result
+from ppdiffusers_tome.config import ToMeConfig, upgraded
+from ppdiffusers_tome.errors import ToMeConfigError
+from ppdiffusers_tome.inference import RUNTIMES
+from ppdiffusers_tome.wording import method_in_words
+
+from .architectures import Architecture, architecture_of
+
+PLAIN, MEMORY_EFFICIENT, TOME, BOTH = "plain", "memory-efficient", "tome", "both"
+BUILT_IN, LIMIT = "built-in", "limit"  # what others.py computes
+EAGER, PREDICTOR, ONNX_RUNTIME = "eager", "predictor", "onnxruntime"
+OPENVINO, OPENVINO_BF16 = "openvino", "openvino-bf16"
+# Backends that run exported programs, and the settings of `load_pipeline` that they stand for.
+PROGRAMS: dict[str, dict[str, Any]] = {
+    PREDICTOR: {"runtime": "paddle"},
+    ONNX_RUNTIME: {"runtime": "onnxruntime"},
+    OPENVINO: {"runtime": "openvino"},
+    OPENVINO_BF16: {"runtime": "openvino", "precision": "bf16"},
+}
+PROGRAM_FORMATS = {backend: RUNTIMES[settings["runtime"]].format for backend, settings in PROGRAMS.items()}
+ROUNDED = (OPENVINO_BF16,)  # backends that compute in bfloat16
+PLANNED, MEASURED, ERROR = "planned", "measured", "error"
+SCOPES = {"unet": "one UNet pass"}
+BEFORE_3 = ("dtype", "steps", "guidance_scale", "memory_limit_gb")  # fields of cases in earlier results
+UNMERGED = (PLAIN, MEMORY_EFFICIENT)
+ARM_NAMES = {PLAIN: "plain", MEMORY_EFFICIENT: "memory-efficient", TOME: "ToMe", BOTH: "ToMe + memory-efficient"}
+
+
+@dataclass
+class Arm:
+    """One way to compute a case, and what it cost; the fields are those of the result file."""
+
+    arm: str  # one of `catalog.ARMS`
+    backend: str = EAGER  # or another one of `catalog.BACKENDS`
+    config: ToMeConfig | None = None  # how tokens merge; None: they do not
+    attention: str = "plain"  # or "slicing", "xformers"
+    kept: int = 0  # tokens after merging, at the shallowest level with attention
+    status: str = PLANNED  # until MEASURED or ERROR
+    reason: str | None = None  # why it was not measured
+    seconds: list[float] = field(default_factory=list)  # the time of each round
+    parity: dict[str, Any] | None = None  # "against": an arm's name; "difference": relative
+    peak_memory_bytes: int | None = None  # peak of one pass, weights included, by Paddle's counter
+    macs: int | None = None  # multiply-accumulates of one pass of the UNet or block, for the whole batch
+
+    @property
+    def ratio(self) -> float:
+        """Share of tokens to merge; 0 if nothing merges."""
+        return self.config.ratio if self.config else 0.0
+
+    @property
+    def max_downsample(self) -> int | None:
+        """Deepest level that merges; None: the shallowest with attention, or nothing merges."""
+        return self.config.max_downsample if self.config else None
+
+    @property
+    def method(self) -> str:
+        """How tokens merge, in words, without ratio, level and dst; "" if they do not."""
+        if self.config is None:
+            return ""
+        # The arms of others.py have neither windows nor weights.
+        others = () if self.arm in ARM_NAMES else ("window", "proportional")
+        return method_in_words(self.config, without=("max_downsample", "use_rand", *others))
+
+    @property
+    def name(self) -> str:
+        """In words, such as "default 0.5, windows of 8, eager"; no two arms of a case have the same."""
+        level = "" if self.max_downsample is None else f", max_downsample {self.max_downsample}"
+        return f"{self.label(f' {self.ratio:.15g}')}{level}, {self.backend}"
+
+    def label(self, ratio: str = "") -> str:
+        """In words, such as "default, windows of 8", without level and backend; `ratio` follows the first words."""
+        words = ARM_NAMES.get(self.arm, self.arm)
+        if self.config is None:
+            return words
+        method, comma, differences = self.method.partition(", ")
+        if self.arm in ARM_NAMES:
+            return words.replace("ToMe", method) + ratio + comma + differences
+        return f"{words}{ratio}, {self.method}"
+
+    def fail(self, reason: str) -> None:
+        """Record that the arm cannot be measured; its seconds are dropped."""
+        self.status, self.reason, self.seconds = ERROR, reason, []
+
+
+@dataclass
+class Case:
+    """One model at one size, with the arms that take turns on it; the fields are those of the result file."""
+
+    model: str  # a name in ARCHITECTURES, or a pipeline's folder
+    scope: str = "unet"  # what is timed: one of SCOPES, or in words
+    size: int = 512  # px, of a square image
+    batch: int = 2  # rows of the UNet or block
+    latent: list[int] = field(default_factory=list)  # height and width of the latents
+    tokens: int = 0  # at the shallowest level with attention
+    arms: list[Arm] = field(default_factory=list)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Case":
+        """A case from `dataclasses.asdict`, after JSON."""
+        arms = []
+        for arm in fields["arms"]:
+            known = {name: value for name, value in arm.items() if name != "shares"}  # results before 3.0 have it
+            arms.append(Arm(**{**known, "config": arm["config"] and ToMeConfig(**upgraded(arm["config"]))}))
+        return cls(**{**{name: value for name, value in fields.items() if name not in BEFORE_3}, "arms": arms})
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """The architecture of the model, from the configs in its folder."""
+        return architecture_of(self.model)
+
+    @property
+    def name(self) -> str:
+        """In words, such as "sd15, one UNet pass, 512 px, batch 2"."""
+        return f"{self.model}, {SCOPES.get(self.scope, self.scope)}, {self.size} px, batch {self.batch}"
+
+    def with_status(self, *statuses: str) -> list[Arm]:
+        """The arms that have one of these statuses."""
+        return [arm for arm in self.arms if arm.status in statuses]
+
+    def count_kept(self, config: ToMeConfig | None) -> int:
+        """Tokens after merging, at the shallowest level with attention.
+
+        Raises:
+            ToMeConfigError: the config merges nothing, or has a level that the model lacks.
+        """
+        if config is None:
+            return self.tokens
+        first, level = self.architecture.first_level, config.max_downsample
+        if level is not None and level < first:
+            raise ToMeConfigError(
+                f"max_downsample={level} is not allowed: {self.model} has attention from level {first} on."
+            )
+        kept = tokens_kept(config, self.architecture.first_grid(self.size))
+        if kept.keys == self.tokens:
+            raise ToMeConfigError(
+                f"--ratio {config.ratio:g} merges no token at {self.size} px: raise the ratio or the size."
+            )
+        return kept.queries
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How cases are measured."""
+
+    rounds: int = 5  # timed passes of each arm
+    warm_up: int = 1  # passes of each arm before the timed ones
+    threads: int = 1  # for every backend
+
+    def __post_init__(self) -> None:
+        for name, maximum in (("rounds", 10**6), ("warm_up", 10**6), ("threads", 1024)):
+            if not 1 <= getattr(self, name) <= maximum:
+                option = f"--{name.replace('_', '-')} {getattr(self, name)}"
+                raise ToMeConfigError(f"{option} is not allowed: it must be from 1 to {maximum:,}.")
+
+
+def make_configs(ratios: Sequence[float], mergings: Sequence[Mapping[str, Any]] = ()) -> list[ToMeConfig]:
+    """All combinations of ratios and other settings; settings that have a ratio keep it.
+
+    dst is the first token of every cell, so that results do not depend on a seed. It takes the same time.
+
+    Args:
+        ratios: values of `ratio`.
+        mergings: settings as `config.parse_settings` returns them; none: the defaults of `ToMeConfig`.
+
+    Raises:
+        ToMeConfigError: a value is not allowed.
+    """
+    if any(settings.get("use_rand") for settings in mergings):
+        raise ToMeConfigError("--merging use_rand is not allowed: every arm has fixed dst, as fast as random ones.")
+    bases = ({"ratio": ratio, **settings} for ratio, settings in product(ratios, mergings or [{}]))
+    return list(dict.fromkeys(ToMeConfig(**{**base, "use_rand": False}) for base in bases))  # a value may be repeated
+
+
+def make_case(model: str, **fields: Any) -> Case:
+    """A case without arms, from the fields of `Case` that say what to measure.
+
+    Raises:
+        ToMeConfigError: a value is not allowed.
+    """
+    case = Case(model, **fields)
+    architecture = case.architecture
+    for name, minimum in (("batch", 1), ("size", architecture.factor)):
+        if (value := getattr(case, name)) < minimum:
+            raise ToMeConfigError(f"--{name} {value} is not allowed: it must be {minimum} or more.")
+    if case.size % architecture.factor:
+        raise ToMeConfigError(f"--size {case.size} is not allowed: it must be a multiple of {architecture.factor} px.")
+    case.latent, case.tokens = list(architecture.latent(case.size)), architecture.first_grid(case.size).tokens
+    return case
+
+
+def read_cases(result: dict[str, Any], source: Path | str) -> list[Case]:
+    """The cases of a speed result; messages name its source.
+
+    Raises:
+        ToMeConfigError: it is of another kind or format, a field is missing, or an arm missed a round.
+    """
+    check_result(result, "speed", source)
+    try:
+        cases = [Case.from_json(fields) for fields in result["cases"]]
+        _ = [result[name] for name in ("command", "commit", "environment", "rounds", "threads")]
+    except (KeyError, TypeError) as error:
+        raise ToMeConfigError(f"{source} is not a complete speed result ({error!r}): measure it again.") from error
+    for case in cases:
+        rounds = max((len(arm.seconds) for arm in case.arms), default=0)
+        for arm in case.arms:
+            expected = max(rounds, 1) if arm.status == MEASURED else 0
+            if len(arm.seconds) != expected or any(seconds <= 0 for seconds in arm.seconds):
+                raise ToMeConfigError(
+                    f"{source}: {case.name}: {arm.name} is {arm.status!r} with seconds={arm.seconds!r}, where "
+                    f"{expected} positive values are expected: measure it again."
+                )
+    return cases
