@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None, commands: Sequence[Command] = C
     """Run one command; returns its exit status: 0, 2 for an invalid argument, 130 after Ctrl-C.
 
     1 is for a file that cannot be used, a case in which nothing could be measured (`bench`), a goal that is missed
-    (`tune`) or an image that failed (`generate`).
+    (`compare`, `tune`) or an image that failed (`generate`).
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser(commands).parse_args(arguments)
