@@ -285,7 +285,7 @@ def test_each_method_runs_at_the_ratios_that_it_allows(tmp_path):
     ToMeConfig(0.6, window=4).save(tmp_path / "tome.json")
     assert configs("--config", str(tmp_path / "tome.json")) == [ToMeConfig(0.6, window=4)]
     for given in (["--method", "todo", "--ratio", "0.5"], ["--method", "default", "todo", "--ratio", "0.9", "0.5"]):
-        with pytest.raises(ToMeConfigError, match=r"ratio=0\.[59] is not allowed"):
+        with pytest.raises(ToMeConfigError, match=r"--ratio 0\.[59] is not allowed"):
             configs(*given)
 
 
@@ -519,7 +519,7 @@ def test_command_with_a_controlnet(tmp_path, capsys):
         (["--save", "x.json"], "--save x.json needs --goal"),
         (["--goal", "35dB", "--save", str(EMOJI_SD)], "emoji_sd is not allowed: it is a folder: name a file"),
         (["--goal", "35dB", "--save", "/proc/x/y.json"], "--save /proc/x is not allowed: no file can be written to"),
-        (["--method", "todo", "--ratio", "0.5"], "ratio=0.5 is not allowed: method='todo'"),
+        (["--method", "todo", "--ratio", "0.5"], "--ratio 0.5 is not allowed: method='todo'"),
         (["--size", "64x100"], "--size 64x100 is not allowed: it must be a multiple of 8 px"),
         (["--size", "64*64"], "--size 64*64 is not allowed: it must be WIDTHxHEIGHT"),
         (["--output", str(EMOJI_SD / "fox.png")], "fox.png (Not a directory): name a folder"),

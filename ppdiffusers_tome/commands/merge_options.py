@@ -103,7 +103,9 @@ def all_configs(options: argparse.Namespace) -> list[ToMeConfig]:
     Raises:
         ToMeConfigError: as `read_methods`, a setting is not allowed, or no way to merge allows a ratio.
     """
-    configs, allowed = [], set()
+    configs: list[ToMeConfig] = []
+    refusals = dict[float, ToMeConfigError]()
+    allowed = set[float]()
     for settings in read_methods(options) or [{}]:
         own, at_ratios = ToMeConfig(**settings), []
         for ratio in options.ratio or ():
@@ -111,10 +113,12 @@ def all_configs(options: argparse.Namespace) -> list[ToMeConfig]:
                 at_ratios.append(ToMeConfig(**settings | {"ratio": ratio}))
                 allowed.add(ratio)
             except ToMeConfigError as error:  # of the ratio, because the other settings are those of `own`
-                refusal = error
+                refusals[ratio] = error
         configs += at_ratios or [own]
-    if not allowed.issuperset(options.ratio or ()):
-        raise refusal
+    with naming_options():
+        for ratio, error in refusals.items():
+            if ratio not in allowed:
+                raise error
     return list(dict.fromkeys(configs))
 
 
