@@ -116,9 +116,9 @@ def all_configs(options: argparse.Namespace) -> list[ToMeConfig]:
                 refusals[ratio] = error
         configs += at_ratios or [own]
     with naming_options():
-        for ratio, error in refusals.items():
+        for ratio, refusal in refusals.items():
             if ratio not in allowed:
-                raise error
+                raise refusal
     return list(dict.fromkeys(configs))
 
 
