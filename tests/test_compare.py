@@ -501,7 +501,11 @@ def test_command_with_a_controlnet(tmp_path, capsys):
     [
         (["--model", "/no/such"], "/no/such is neither a folder nor a hub name"),
         (["--controlnet", "net"], "--controlnet needs --image, the input of the ControlNet"),
-        (["--strength", "0.5"], "--strength is for image-to-image: pass it with --image"),
+        (["--strength", "0.5"], "--strength 0.5 needs --image, which image-to-image starts from"),
+        (
+            ["--controlnet", "net", "--image", "x.png", "--strength", "0.5"],
+            "--strength 0.5 is not allowed with a ControlNet",
+        ),
         (["--image", "/no.png", "--strength", "1.5"], "--strength 1.5 is not allowed: it must be above 0"),
         (
             ["--image", "/no.png", "--strength", "0.2", "--steps", "4"],

@@ -188,8 +188,8 @@ def _check_images(options: argparse.Namespace, manifest: Manifest | None) -> Ima
             "is part of its programs, if it was exported with --controlnet."
         )
     if options.strength is not None:
-        if not has_image or options.controlnet is not None:
-            raise ToMeConfigError("--strength is for image-to-image: pass it with --image and without --controlnet.")
+        if not has_image:
+            raise ToMeConfigError(f"--strength {options.strength:g} needs --image, which image-to-image starts from.")
         _checked_strength(options.strength, options.steps or MAX_STEPS)
     own = pipeline_class(options.model) if manifest is None else getattr(ppdiffusers, manifest.pipeline)
     if own is not None:  # of a hub name it is not known yet
@@ -218,6 +218,11 @@ def _checked_strength(strength: float | None, steps: int) -> float:
 def _class(own: type[DiffusionPipeline], options: argparse.Namespace) -> type[DiffusionPipeline]:
     """The class that generates the images."""
     uses_controlnet = options.controlnet is not None or own.__name__ == CONTROLNET
+    if uses_controlnet and options.strength is not None:
+        raise ToMeConfigError(
+            f"--strength {options.strength:g} is not allowed with a ControlNet, which is compared from text: leave it "
+            "out."
+        )
     return class_to_compare(own, uses_controlnet, options.image is not None)
 
 
