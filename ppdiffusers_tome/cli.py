@@ -16,7 +16,10 @@ INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status, as `exit_status`."""
+    """Run one command; returns its exit status, as `exit_status`.
+
+    1 is also for a goal that is missed (`compare`) or an image that failed (`generate`).
+    """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(arguments)
     remedy = {

@@ -1,23 +1,30 @@
-"""`compare`: plain and merged images of one noise, steps that take turns, the sheet and the table."""
+"""`compare`: plain and merged images of one noise, steps that take turns, the sheet, the table and the goal."""
 
 import argparse
+import inspect
 import json
 import re
+from dataclasses import asdict, replace
 
 import numpy as np
 import ppdiffusers
 import pytest
 from conftest import EMOJI_SD, tiny_pipeline
+from paddle.base import core
 from paddlenlp.utils.log import logger
 from PIL import Image
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import compare as compare_command
-from ppdiffusers_tome.comparison import arms
-from ppdiffusers_tome.comparison.arms import Arm, Scene, check_pipeline, compare, make_table, psnr
+from ppdiffusers_tome.commands.merge_options import all_configs, merge_configs
+from ppdiffusers_tome.comparison.arms import Arm, Figures, Scene, compare, make_table
+from ppdiffusers_tome.comparison.goal import KNOWN, Goal, known_settings, merges_at, parse_goal
+from ppdiffusers_tome.comparison.pipelines import CONTROLNET, class_to_compare
 from ppdiffusers_tome.comparison.results import check_result
-from ppdiffusers_tome.inference import Size
+from ppdiffusers_tome.comparison.similarity import psnr, ssim
+from ppdiffusers_tome.errors import ParameterError
+from ppdiffusers_tome.inference import Size, load_pipeline, read_manifest
 
 SCENE = Scene(["a fox", "an owl"], size=Size(32, 32), steps=2, guidance_scale=2.0, seed=7)
 HALF, QUARTER = ToMeConfig(ratio=0.5), ToMeConfig(ratio=0.25)
@@ -47,16 +54,28 @@ def model(pipe, tmp_path):
     return folder
 
 
+def figures(arm="default 0.5", gain=1.5, psnr=30.0, **changes):
+    """Figures of an arm, of which a goal reads these."""
+    fields = dict.fromkeys(Figures.__dataclass_fields__)
+    of_arm = {"arm": arm, "config": HALF, "gain": gain, "gain_quartiles": (1.0, 1.0), "psnr": psnr, "ssim": 0.9}
+    return Figures(**fields | of_arm | changes)
+
+
+PLAIN_FIGURES = figures("plain", gain=None, psnr=None, config=None)
+
+
 def test_images_are_those_of_the_pipeline(pipe):
     plain, half = compare(pipe, SCENE, [HALF], rounds=1)
-    assert [arm.name for arm in (plain, half)] == ["plain", "0.5"]
-    expected = [SCENE.generate(pipe, prompt) for prompt in SCENE.prompts]  # it is plain again
+    assert [arm.name for arm in (plain, half)] == ["plain", "default 0.5"]
+    expected = [image for prompt in SCENE.prompts for image in SCENE.generate(pipe, prompt)]  # it is plain again
     assert [np.array_equal(a, b) for a, b in zip(plain.images, expected, strict=True)] == [True, True]
     with pipe.tome(ratio=0.5):
-        merged = SCENE.generate(pipe, "an owl")
+        (merged,) = SCENE.generate(pipe, "an owl")
     assert np.array_equal(half.images[1], merged) and not np.array_equal(merged, expected[1])
-    distances = [psnr(np.asarray(a), np.asarray(b)) for a, b in zip(plain.images, half.images, strict=True)]
-    assert half.figures(plain)["psnr"] == pytest.approx(np.mean(distances))
+    pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(plain.images, half.images, strict=True)]
+    measured = half.figures(plain)
+    assert measured.psnr == pytest.approx(np.mean([psnr(*pair) for pair in pairs]))
+    assert measured.ssim == pytest.approx(np.mean([ssim(*pair) for pair in pairs]))
 
 
 def test_steps_take_turns_in_one_image(pipe, monkeypatch):
@@ -64,51 +83,150 @@ def test_steps_take_turns_in_one_image(pipe, monkeypatch):
     monkeypatch.setattr(Arm, "switch_on", lambda arm, pipe: turns.append(arm.name) or switch_on(arm, pipe))
     arms = compare(pipe, SCENE, [HALF, QUARTER], rounds=3)
     timed, images = turns[:12], turns[12:]
-    assert [sorted(timed[n : n + 3]) for n in range(0, 12, 3)] == 4 * [["0.25", "0.5", "plain"]]
-    assert images == ["plain", "0.5", "0.25"]
+    assert [sorted(timed[n : n + 3]) for n in range(0, 12, 3)] == 4 * [["default 0.25", "default 0.5", "plain"]]
+    assert images == ["plain", "default 0.5", "default 0.25", "plain"]
     assert [len(arm.step_seconds) for arm in arms] == [3, 3, 3]  # without the round that warms up
 
 
-def test_speed_up_is_that_within_rounds(pipe):
+def test_gain_is_the_quotient_of_the_medians_shown(pipe):
     plain, half = compare(pipe, SCENE, [HALF], rounds=1)
-    plain.step_seconds, half.step_seconds = [2.0, 9.0, 4.0], [1.0, 3.0, 4.0]
-    figures = half.figures(plain)
-    assert (figures["speed_up"], figures["step_seconds"]) == (2.0, 3.0)
-    assert figures["keys"] < figures["queries"] < figures["tokens"] == 256 and figures["macs_saved"] > 0
-    assert plain.figures(plain)["psnr"] is plain.figures(plain)["macs_saved"] is None
-    header, first, second = make_table([plain.figures(plain), figures]).splitlines()
-    assert len({len(header), len(first), len(second)}) == 1
-    assert second.split()[:3] == ["0.5", str(figures["queries"]), str(figures["keys"])] and "2.00×" in second
+    plain.step_seconds, half.step_seconds = [2.0, 9.0, 4.0], [1.0, 3.0, 2.5]
+    row = half.figures(plain)
+    assert (row.step_seconds, row.gain) == (2.5, 4.0 / 2.5)  # the median of the rounds' ratios is 2
+    assert row.keys < row.queries < row.tokens == 256 and row.macs_saved > 0
+    of_plain = plain.figures(plain)
+    assert (of_plain.queries, of_plain.keys) == (256, 256)
+    assert {of_plain.psnr, of_plain.ssim, of_plain.gain, of_plain.gain_quartiles, of_plain.macs_saved} == {None}
+    header, first, second = make_table([of_plain, row]).splitlines()
+    assert header.split()[:4] == ["s/step", "gain", "PSNR,", "dB"] and first.split()[:2] == ["plain", "4"]
+    assert second.startswith("default 0.5     2.5  1.60×  ") and len(second) == len(header)
+
+
+def test_rounds_that_do_not_differ_give_no_factor(pipe):
+    """The quartiles of the ratios within the rounds are on both sides of 1, whatever the medians are."""
+    plain, half = compare(pipe, SCENE, [HALF], rounds=1)
+    plain.step_seconds, half.step_seconds = [1.0, 2.0, 6.0, 1.0], [2.0, 1.0, 3.0, 2.0]
+    row = half.figures(plain)
+    assert row.gain is None and row.gain_quartiles == (0.5, 2.0)
+    assert "no difference" in make_table([plain.figures(plain), row]) and "×" not in make_table([row])
+
+
+@pytest.mark.parametrize("shape", [(64, 64, 3), (33, 47, 3), (16, 16, 3)])
+def test_ssim_is_that_of_scikit_image(shape):
+    metrics = pytest.importorskip("skimage.metrics")
+    random = np.random.RandomState(0)
+    a = random.randint(0, 256, shape).astype(np.uint8)
+    b = np.clip(a + random.normal(0, 40, shape), 0, 255).astype(np.uint8)
+    options = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False}
+    expected = metrics.structural_similarity(a, b, data_range=255, channel_axis=-1, **options)
+    assert ssim(a, b) == pytest.approx(expected, abs=1e-12) and ssim(a, a) == 1
+
+
+def test_a_batch_is_one_call_with_an_image_for_each_noise(pipe, monkeypatch):
+    calls, call = [], type(pipe).__call__
+    monkeypatch.setattr(
+        type(pipe), "__call__", lambda self, prompt, **given: calls.append(prompt) or call(self, prompt, **given)
+    )
+    monkeypatch.setattr(type(pipe).__call__, "__signature__", inspect.signature(call), raising=False)
+    plain, half = compare(pipe, replace(SCENE, batch=2), [HALF], rounds=1)
+    assert calls == [["a fox"] * 2, *2 * [["a fox"] * 2, ["an owl"] * 2]]  # the first is timed
+    assert len(plain.images) == len(half.images) == 4
+    assert not np.array_equal(plain.images[0], plain.images[1])
+
+
+def test_peak_memory_is_that_of_a_step(pipe):
+    """Where Paddle's counter can begin again: Paddle 3."""
+    plain, half = (arm.figures(arm) for arm in compare(pipe, SCENE, [HALF], rounds=1))
+    weights = sum(4 * parameter.size for parameter in pipe.unet.parameters())
+    known = hasattr(core, "host_memory_stat_reset_peak_value")
+    assert (plain.peak_bytes is not None) == (half.peak_bytes is not None) == known
+    assert not known or plain.peak_bytes > weights
+    assert ("peak MB" in make_table([plain])) == known
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1.4x", Goal("gain", 1.4)),
+        ("2×", Goal("gain", 2)),
+        ("35dB", Goal("psnr", 35)),
+        ("28.5 db", Goal("psnr", 28.5)),
+    ],
+)
+def test_goals_are_factors_or_decibels(text, expected):
+    assert parse_goal(text) == expected
+
+
+@pytest.mark.parametrize("text", ["1.4", "1x", "0dB", "x", "-2x", "1.4.0x", "fast", "nandB"])
+def test_another_goal_is_an_error(text):
+    with pytest.raises(ParameterError, match=r"goal=.* it must be a factor above 1, such as 1\.4x, or a PSNR"):
+        parse_goal(text)
+
+
+ROWS = [
+    PLAIN_FIGURES,
+    figures("near", gain=1.2, psnr=45.0),
+    figures("middle", gain=1.5, psnr=38.0),
+    figures("far", gain=2.0, psnr=30.0),
+    figures("slower", gain=0.8, psnr=50.0),
+    figures("same", gain=None, psnr=60.0),
+]
+
+
+@pytest.mark.parametrize(
+    ("goal", "chosen"),
+    [("1.4x", "middle"), ("1.1x", "near"), ("35dB", "middle"), ("25dB", "far"), ("40dB", "near")],
+)
+def test_the_nearest_that_is_fast_enough_or_the_fastest_that_is_near_enough(goal, chosen):
+    assert parse_goal(goal).choose(ROWS).arm == chosen
+
+
+@pytest.mark.parametrize(("goal", "best"), [("2.1x", "far"), ("48dB", "near")])
+def test_what_is_not_faster_reaches_no_goal(goal, best):
+    assert parse_goal(goal).choose(ROWS) is None and parse_goal(goal).nearest(ROWS).arm == best
+    assert parse_goal(goal).nearest([PLAIN_FIGURES, *ROWS[4:]]) is None
+
+
+def test_known_settings_are_those_of_the_methods(pipe):
+    assert known_settings([]) == [*KNOWN] and len(set(KNOWN)) == len(KNOWN)
+    assert [c.method for c in known_settings(["todo", "tomesd"])] == ["todo", "tomesd"]
+    assert [(c.ratio, c.sx) for c in known_settings(["default"])[:4]] == [(0.3, 2), (0.5, 2), (0.75, 2), (0.8, 4)]
+    tried = [config for config in KNOWN if merges_at(pipe, config, Size(32, 32))]
+    assert {config.method for config in tried} == {"default", "kv", "todo"}
+    assert not [c for c in tried if c.window is None and c.method != "todo"]  # a window covers the grid
 
 
 def test_pipeline_that_reports_no_steps_is_refused(pipe, monkeypatch):
     monkeypatch.setattr(type(pipe), "__call__", lambda self, prompt: None)
-    with pytest.raises(ToMeConfigError, match="StableDiffusionPipeline has no height, so it cannot be compared"):
-        compare(pipe, SCENE, [HALF])
-    assert not pipe.tome_summary(height=32, width=32).blocks or "off" in str(pipe.tome_summary(height=32, width=32))
+    with pytest.raises(ToMeConfigError, match="StableDiffusionPipeline has no num_inference_steps, so it cannot be"):
+        class_to_compare(type(pipe), uses_controlnet=False, has_image=False)
 
 
 def test_command_writes_sheet_figures_and_table(model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(arms, "ROUNDS", 1)
     output = tmp_path / "outputs"
     options = ["--model", str(model), "--size", "32", "48", "--ratio", "0.5", "0.25", "--steps", "2"]
-    assert main(["compare", *options, "--guidance-scale", "2", "--threads", "1", "--output", str(output)]) == 0
+    assert (
+        main(
+            ["compare", *options, "--guidance-scale", "2", "--threads", "1", "--rounds", "1", "--output", str(output)]
+        )
+        == 0
+    )
     printed, reports = capsys.readouterr()
     assert "  1 image, plain …\n" in reports and "1 images" not in reports
     for size in (32, 48):
         result = json.loads((output / f"compare_{size}.json").read_text())
         check_result(result, "comparison", "compare.json")
         assert [result[name] for name in ("prompts", "width", "height", "steps")] == [["a fox"], size, size, 2]
-        assert [row["arm"] for row in result["arms"]] == ["plain", "0.5", "0.25"]
+        assert [row["arm"] for row in result["arms"]] == ["plain", "default 0.5", "default 0.25"]
+        assert result["arms"][1]["config"]["ratio"] == 0.5
         with Image.open(output / f"compare_{size}.jpg") as sheet:
             assert sheet.height > 3 * size and b"ratio=0.5" in sheet.info["comment"]
-        assert make_table(result["arms"]) in printed
+        assert all(f"{row['step_seconds']:.4g}" in printed for row in result["arms"])
     assert printed.count("images: ") == 2
 
 
 def test_command_takes_sizes_as_width_x_height(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(arms, "ROUNDS", 1)
-    options = ["--model", str(model), "--size", "32x32", "48x32", "--steps", "1", "--threads", "1"]
+    options = ["--model", str(model), "--size", "32x32", "48x32", "--steps", "1", "--threads", "1", "--rounds", "1"]
     assert main(["compare", *options, "--output", str(tmp_path / "outputs")]) == 0
     for name, (width, height) in {"32": (32, 32), "48x32": (48, 32)}.items():
         result = json.loads((tmp_path / "outputs" / f"compare_{name}.json").read_text())
@@ -116,37 +234,175 @@ def test_command_takes_sizes_as_width_x_height(model, tmp_path, monkeypatch):
 
 
 def test_a_model_without_prompts_is_reported_with_the_option_that_names_others(model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(arms, "ROUNDS", 1)
     (model / "prompts.txt").unlink()
-    options = ["--model", str(model), "--size", "32", "--steps", "1", "--threads", "1"]
+    options = ["--model", str(model), "--size", "32", "--steps", "1", "--threads", "1", "--rounds", "1"]
     assert main(["compare", *options, "--output", str(tmp_path / "outputs")]) == 0
     assert "prompts.txt does not exist: general prompts are used; --prompt names others" in capsys.readouterr().err
 
 
-def test_next_steps_name_what_was_fastest():
-    """They promise no speed-up that was not measured."""
+def parse(*given):
     parser = argparse.ArgumentParser()
     compare_command.add(parser.add_subparsers())
-    given = ["--model", "m", "--size", "64x32", "--ratio", "0.5", "0.25", "--merging", "window=8"]
-    options = parser.parse_args(["compare", *given])
-    lines = compare_command._next_steps(options, ToMeConfig(ratio=0.25, window=8), 1.07).splitlines()
-    export = "export --model m --output build/export --size 64x32 --merging window=8 --ratio 0.25 "
-    assert export in lines[1] and "pipe.apply_tome(ratio=0.25, window=8) " in lines[2]
-    assert not re.search(r"tune|1\.5|docs/", "".join(lines))
-    assert "not faster here" in compare_command._next_steps(options, ToMeConfig(), 0.99)
+    return parser.parse_args(["compare", *given])
+
+
+def test_next_steps_name_what_was_fastest(capsys):
+    """They promise no speed-up that was not measured, and their command is one that `export` takes."""
+    options = parse("--model", "m", "--size", "64x32", "--method", "default", "todo")
+    todo = figures(gain=1.2, config=ToMeConfig(method="todo", use_rand=True))
+    lines = compare_command._next_steps(options, [PLAIN_FIGURES, figures(gain=1.1), todo], None).splitlines()
+    words = "export --model m --output build/export --size 64x32 --merging ratio=0.75,method=todo,use_rand=True"
+    assert words in lines[1] and "pipe.apply_tome(ratio=0.75, method='todo', use_rand=True) " in lines[2]
+    assert merge_configs(argparse.Namespace(method=[], config=[], ratio=None, merging=[words.split()[-1]])) == [
+        todo.config
+    ]
+    for rows in ([PLAIN_FIGURES, figures(gain=0.99)], [PLAIN_FIGURES, figures(gain=None)]):
+        assert "not faster here" in compare_command._next_steps(options, rows, None)
+
+
+def test_help_ends_with_an_example_that_is_allowed(capsys, monkeypatch):
+    with pytest.raises(SystemExit):
+        main(["compare", "--help"])
+    example = capsys.readouterr().out.partition("example:\n")[2].replace("\\\n", "").split()
+    assert example[:4] == ["python", "-m", "ppdiffusers_tome", "compare"]
+    options = parse(*example[4:])
+    assert options.method == ["default", "todo"] and str(options.save) == "build/tome.json"
+
+
+def test_each_method_runs_at_the_ratios_that_it_allows(tmp_path):
+    def configs(*given):
+        return all_configs(parse("--model", "m", *given))
+
+    todo = ToMeConfig(method="todo")
+    assert configs("--method", "default", "todo") == [ToMeConfig(), todo]
+    assert configs("--method", "default", "todo", "--ratio", "0.3", "0.5") == [ToMeConfig(0.3), HALF, todo]
+    assert configs("--method", "todo", "kv", "--ratio", "0.75") == [todo, ToMeConfig(0.75, method="kv")]
+    assert configs("--merging", "sx=4,ratio=0.8", "--method", "default", "--ratio", "0.8") == [
+        HALF,
+        ToMeConfig(0.8, sx=4),
+    ]
+    assert configs("--ratio", "0.5", "0.5", "--method", "default", "default") == [HALF]
+    ToMeConfig(0.6, window=4).save(tmp_path / "tome.json")
+    assert configs("--config", str(tmp_path / "tome.json")) == [ToMeConfig(0.6, window=4)]
+    for given in (["--method", "todo", "--ratio", "0.5"], ["--method", "default", "todo", "--ratio", "0.9", "0.5"]):
+        with pytest.raises(ToMeConfigError, match=r"--ratio 0\.[59] is not allowed"):
+            configs(*given)
+
+
+def test_command_saves_the_settings_that_reach_the_goal(model, tmp_path, capsys, monkeypatch):
+    """The file is one that `apply_tome` and `export --config` read, and has how it was chosen."""
+    gains = {"default 0.3": 1.2, "default 0.5": 1.5, "todo 0.75": 1.6}
+    measured, tried = Arm.figures, []
+
+    def with_gain(arm, plain):
+        tried.append(arm.name)
+        return replace(measured(arm, plain), gain=gains.get(arm.name), psnr=50 - 10 * gains.get(arm.name, 0))
+
+    monkeypatch.setattr(Arm, "figures", with_gain)
+    save = tmp_path / "new" / "tome.json"
+    options = ["--model", str(model), "--size", "32", "--steps", "1", "--threads", "1", "--rounds", "1"]
+    options += ["--method", "default", "todo", "--output", str(tmp_path / "outputs"), "--save", str(save)]
+    assert main(["compare", *options, "--goal", "1.4x"]) == 0
+    assert "default 0.5, 1.50× as fast as plain, PSNR 35.0 dB" in capsys.readouterr().out
+    assert ToMeConfig.load(save) == HALF
+    content = json.loads(save.read_text())
+    assert (content["goal"], content["width"], content["figures"]["gain"]) == (
+        "at least 1.4 times as fast as plain",
+        32,
+        1.5,
+    )
+    assert [row["arm"] for row in content["compared"]] == tried
+    assert tried == ["plain", "default 0.3", "default 0.5", "default 0.75", "default, 4×2 cells 0.8", "todo 0.75"]
+    assert main(["compare", *options, "--goal", "33dB"]) == 0
+    assert ToMeConfig.load(save) == ToMeConfig(method="todo")
+    save.unlink()
+    assert main(["compare", *options, "--goal", "1.7x"]) == 1
+    assert "the best is todo 0.75, 1.60× as fast as plain" in capsys.readouterr().out and not save.exists()
+    monkeypatch.setattr(Arm, "figures", lambda arm, plain: replace(measured(arm, plain), gain=None))
+    assert main(["compare", *options, "--goal", "30dB", "--ratio", "0.5"]) == 1
+    assert "nothing is faster than plain here. Nothing is saved." in capsys.readouterr().out and not save.exists()
+
+
+def test_a_goal_at_a_size_at_which_nothing_merges_is_an_error(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compare_command, "merges_at", lambda *_: False)
+    options = ["--model", str(model), "--size", "32", "--goal", "30dB", "--output", str(tmp_path / "outputs")]
+    assert main(["compare", *options]) == 2
+    assert (
+        "--size 32x32 is not allowed: no token of" in capsys.readouterr().err and not (tmp_path / "outputs").exists()
+    )
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_exported_ratios_are_compared(runtime, onnx_folder, tmp_path, capsys):
+    save = tmp_path / "tome.json"
+    options = ["--model", str(onnx_folder), "--runtime", runtime, "--steps", "2", "--threads", "1", "--rounds", "1"]
+    assert main(["compare", *options, "--output", str(tmp_path), "--goal", "0.1dB", "--save", str(save)]) in (0, 1)
+    result = json.loads((tmp_path / "compare_40x32.json").read_text())
+    exported = read_manifest(onnx_folder).merging["0.5"][0]
+    assert [row["arm"] for row in result["arms"]] == ["plain", "default, windows of 4 0.5"]
+    assert result["arms"][1]["config"] == asdict(exported) and result["runtime"] == runtime
+    assert result["arms"][1]["tokens"] is result["arms"][1]["peak_bytes"] is None
+    assert result["arms"][1]["psnr"] < 60 and result["arms"][1]["ssim"] < 1
+    printed = capsys.readouterr().out
+    assert "SSIM" in printed and "MACs" not in printed
+    assert not save.exists() or ToMeConfig.load(save) == exported
+
+
+def test_images_of_an_exported_folder_are_those_of_its_ratios(exported_folder, tmp_path):
+    pipe = load_pipeline(exported_folder, ratio=0)
+    scene = replace(SCENE, prompts=["a fox"])
+    plain, half = compare(pipe, scene, [HALF], rounds=1)
+    assert pipe.unet.ratio == 0 and np.array_equal(plain.images[0], scene.generate(pipe, "a fox")[0])
+    pipe.unet.ratio = 0.5
+    assert np.array_equal(half.images[0], scene.generate(pipe, "a fox")[0])
+    assert not np.array_equal(half.images[0], plain.images[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--method", "todo"], "--method is not allowed for .*, an exported folder: its programs merge as they were"),
+        (["--ratio", "0.3"], "ratio=0.3 was not exported, only 0.5, 0"),
+        (["--ratio", "0"], "--ratio 0 is not allowed: plain images are always generated"),
+        (["--size", "64"], r"--size 64x64 was not exported, only 32x32, 48x32 \(width x height\)"),
+        (
+            ["--controlnet", "net", "--image", "x"],
+            "--controlnet net is not allowed for .*: a ControlNet is part of it",
+        ),
+        (["--runtime", "onnxruntime"], "has no ONNX programs: load it with runtime="),
+        (["--runtime", "paddle", "--device", "tpu"], "device=.tpu. is not allowed"),
+    ],
+)
+def test_what_an_exported_folder_does_not_have_is_an_error(options, message, exported_folder, tmp_path, capsys):
+    given = ["--model", str(exported_folder), "--output", str(tmp_path / "outputs")]
+    assert main(["compare", *given, *options]) == 2
+    assert re.search(message, capsys.readouterr().err) and not list(tmp_path.iterdir())
+
+
+def test_image_to_image(model, exported_folder, tmp_path):
+    """The images start from one, whose size is theirs; all steps of a step count are timed, whatever the strength."""
+    image = str(EMOJI_SD / "fox.png")
+    options = ["--image", image, "--steps", "2", "--threads", "1", "--rounds", "1", "--batch", "2", "--ratio", "0.5"]
+    for folder in (model, exported_folder):
+        output = tmp_path / folder.name
+        assert main(["compare", "--model", str(folder), "--size", "32", *options, "--output", str(output)]) == 0
+        result = json.loads((output / "compare_32.json").read_text())
+        assert (result["strength"], result["batch"], len(result["arms"][1]["rounds"])) == (0.5, 2, 1)
+        with Image.open(output / "compare_32.jpg") as sheet:
+            assert sheet.height > 3 * 32  # the image that they start from stands above
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("video", "TextToVideoSDPipeline generates videos, so it cannot be compared: compare generates images from"),
+        ("video", "TextToVideoSDPipeline generates videos, so it cannot be compared: compare generates images with"),
         ("sd3", "StableDiffusion3Pipeline cannot be compared on this machine: .* on GPUs only"),
     ],
 )
 def test_a_pipeline_that_cannot_be_compared_is_an_error_before_it_is_loaded(
     name, reason, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("ppdiffusers_tome.inference.loading.load_for_export", None)
+    monkeypatch.setattr(compare_command, "load_for_export", None)
     monkeypatch.delattr("paddle.nn.functional.scaled_dot_product_attention_")
     output = tmp_path / "outputs"
     assert main(["compare", "--model", str(EMOJI_SD.parent / "tiny" / name), "--output", str(output)]) == 2
@@ -154,33 +410,60 @@ def test_a_pipeline_that_cannot_be_compared_is_an_error_before_it_is_loaded(
 
 
 def test_a_controlnet_of_another_family_is_an_error_before_it_is_loaded(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("ppdiffusers_tome.inference.loading.load_for_export", None)
+    monkeypatch.setattr(compare_command, "load_for_export", None)
     options = ["--model", str(EMOJI_SD.parent / "tiny" / "sdxl"), "--output", str(tmp_path / "outputs")]
     options += ["--controlnet", str(EMOJI_SD / "controlnet"), "--image", str(EMOJI_SD / "fox.png")]
     assert main(["compare", *options]) == 2
-    assert re.search("cannot be used with .*sdxl, a StableDiffusionXLPipeline", capsys.readouterr().err)
+    assert re.search("--controlnet cannot be used with a StableDiffusionXLPipeline", capsys.readouterr().err)
 
 
 def test_stable_diffusion_3_is_compared_where_ppdiffusers_runs_it(tmp_path, capsys, monkeypatch):
     """Its folder names a third text encoder and has none."""
-    monkeypatch.setattr(arms, "ROUNDS", 1)
-    options = ["--model", str(EMOJI_SD.parent / "tiny" / "sd3"), "--steps", "1", "--threads", "1"]
+    options = ["--model", str(EMOJI_SD.parent / "tiny" / "sd3"), "--steps", "1", "--threads", "1", "--rounds", "1"]
     assert main(["compare", *options, "--output", str(tmp_path)]) == 0
     assert "plain" in capsys.readouterr().out
 
 
+def test_the_class_that_generates_follows_from_the_inputs():
+    text, image = ppdiffusers.StableDiffusionPipeline, ppdiffusers.StableDiffusionImg2ImgPipeline
+    assert class_to_compare(text, uses_controlnet=False, has_image=False) is text
+    assert class_to_compare(text, uses_controlnet=False, has_image=True) is image
+    assert class_to_compare(image, uses_controlnet=False, has_image=True) is image
+    assert class_to_compare(image, uses_controlnet=True, has_image=True).__name__ == CONTROLNET
+
+
 @pytest.mark.parametrize(
-    "cls", [ppdiffusers.StableDiffusionImg2ImgPipeline, ppdiffusers.StableDiffusionInpaintPipeline]
+    ("name", "has_image", "reason"),
+    [
+        ("StableDiffusionImg2ImgPipeline", False, "needs an image"),
+        ("StableDiffusionInpaintPipeline", True, "needs a mask"),
+        ("TextToVideoSDPipeline", True, "generates videos"),
+        ("StableDiffusionControlNetPipeline", False, "needs an image"),
+        ("KandinskyV22Pipeline", False, "has no prompt"),
+    ],
 )
-def test_a_pipeline_that_needs_an_image_is_refused(cls):
-    with pytest.raises(ToMeConfigError, match=f"{cls.__name__} needs an image, so it cannot be compared"):
-        check_pipeline(cls)
+def test_a_pipeline_that_needs_other_inputs_is_refused(name, has_image, reason):
+    own = getattr(ppdiffusers, name)
+    with pytest.raises(ToMeConfigError, match=rf"{name} {reason}.*, so it cannot be compared"):
+        class_to_compare(own, uses_controlnet="ControlNet" in name, has_image=has_image)
 
 
 def test_command_takes_a_guidance_scale_of_zero(model, tmp_path, monkeypatch):
     """It is a value, in place of the model's own."""
-    monkeypatch.setattr(arms, "ROUNDS", 1)
-    options = ["--model", str(model), "--size", "32", "--steps", "1", "--guidance-scale", "0", "--threads", "1"]
+    options = [
+        "--model",
+        str(model),
+        "--size",
+        "32",
+        "--steps",
+        "1",
+        "--guidance-scale",
+        "0",
+        "--threads",
+        "1",
+        "--rounds",
+        "1",
+    ]
     assert main(["compare", *options, "--output", str(tmp_path / "outputs")]) == 0
     assert json.loads((tmp_path / "outputs" / "compare_32.json").read_text())["guidance_scale"] == 0
 
@@ -195,7 +478,18 @@ def test_command_with_a_controlnet(tmp_path, capsys):
         "--size",
         "64",
     ]
-    options += ["--prompt", "a 3d render of fox", "--steps", "1", "--threads", "1", "--output", str(tmp_path)]
+    options += [
+        "--prompt",
+        "a 3d render of fox",
+        "--steps",
+        "1",
+        "--threads",
+        "1",
+        "--rounds",
+        "1",
+        "--output",
+        str(tmp_path),
+    ]
     assert main(["compare", "--model", str(EMOJI_SD), *options]) == 0
     with Image.open(tmp_path / "compare_64.jpg") as sheet:
         assert sheet.height > 3 * 64
@@ -206,10 +500,30 @@ def test_command_with_a_controlnet(tmp_path, capsys):
     ("options", "message"),
     [
         (["--model", "/no/such"], "/no/such is neither a folder nor a hub name"),
-        (["--image", "fox.png"], "--controlnet and --image belong together"),
-        (["--controlnet", "net"], "--controlnet and --image belong together"),
+        (["--controlnet", "net"], "--controlnet needs --image, the input of the ControlNet"),
+        (["--strength", "0.5"], "--strength 0.5 needs --image, which image-to-image starts from"),
+        (
+            ["--controlnet", "net", "--image", "x.png", "--strength", "0.5"],
+            "--strength 0.5 is not allowed with a ControlNet",
+        ),
+        (["--image", "/no.png", "--strength", "1.5"], "--strength 1.5 is not allowed: it must be above 0"),
+        (
+            ["--image", "/no.png", "--strength", "0.2", "--steps", "4"],
+            "--strength 0.2 of 4 steps is less than one step",
+        ),
+        (["--image", "/no.png"], "--image /no.png cannot be read"),
         (["--controlnet", "net", "--image", "/no.png"], "--image /no.png cannot be read"),
         (["--size", "100"], "--size 100 is not allowed: it must be a multiple of 8 px"),
+        (["--size", "8"], "--size 8 is not allowed: it must be a multiple of 8 px from 16 px on"),
+        (["--batch", "0"], "--batch 0 is not allowed: it must be 1 to 64"),
+        (["--rounds", "0"], "--rounds 0 is not allowed: it must be 1 to 50"),
+        (["--runtime", "paddle"], "--runtime paddle is not allowed for"),
+        (["--goal", "1.4"], "--goal 1.4 is not allowed: it must be a factor above 1, such as 1.4x, or a PSNR"),
+        (["--goal", "1.4x", "--size", "64", "128"], "--goal needs one --size"),
+        (["--save", "x.json"], "--save x.json needs --goal"),
+        (["--goal", "35dB", "--save", str(EMOJI_SD)], "emoji_sd is not allowed: it is a folder: name a file"),
+        (["--goal", "35dB", "--save", "/proc/x/y.json"], "--save /proc/x is not allowed: no file can be written to"),
+        (["--method", "todo", "--ratio", "0.5"], "--ratio 0.5 is not allowed: method='todo'"),
         (["--size", "64x100"], "--size 64x100 is not allowed: it must be a multiple of 8 px"),
         (["--size", "64*64"], "--size 64*64 is not allowed: it must be WIDTHxHEIGHT"),
         (["--output", str(EMOJI_SD / "fox.png")], "fox.png (Not a directory): name a folder"),
@@ -224,7 +538,7 @@ def test_command_with_a_controlnet(tmp_path, capsys):
     ],
 )
 def test_wrong_option_is_an_error_before_anything_is_loaded(options, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("ppdiffusers_tome.inference.loading.load_for_export", None)
+    monkeypatch.setattr(compare_command, "load_for_export", None)
     given = options if "--model" in options else ["--model", str(EMOJI_SD), *options]
     assert main(["compare", "--output", str(tmp_path / "outputs"), *given]) == 2
     assert message in capsys.readouterr().err and not list(tmp_path.iterdir())

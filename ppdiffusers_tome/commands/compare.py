@@ -1,160 +1,355 @@
-"""`compare`: plain and merged images of a model side by side, with a table of their times."""
+"""`compare`: plain and merged images of a model, their times and distances, and the settings that reach a goal."""
 
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import paddle
+import ppdiffusers
+from paddle.base import core
+from paddlenlp.utils.log import logger
 from PIL import Image, ImageOps
+from ppdiffusers import DiffusionPipeline
 
+from ..comparison.arms import MIN_SIDE, ROUNDS, Figures, Scene, compare, draw_sheet, make_table
+from ..comparison.environment import commit, describe_environment
+from ..comparison.goal import Goal, known_settings, merges_at, parse_goal
+from ..comparison.pipelines import CONTROLNET, as_class, class_to_compare
 from ..comparison.results import command_line, make_result, write_result
+from ..comparison.sheets import save_jpeg
 from ..config import ToMeConfig
 from ..cores import usable_cores
-from ..errors import ToMeConfigError
+from ..errors import ParameterError, ToMeConfigError
 from ..files import check_writable
 from ..generation.jobs import MAX_SEED, MAX_STEPS
 from ..generation.png import upright_rgb
 from ..generation.prompt_file import model_prompts
-from ..inference.loading import model_defaults, pipeline_class, require_model_folder
-from ..inference.manifest import Size, parse_size
-from .image_options import OWN, add_step_options, naming_options, step_settings
-from .merge_options import add_merge_options, merge_configs
+from ..inference import Manifest, load_pipeline, read_manifest
+from ..inference.loading import load_for_export, model_defaults, pipeline_class, require_model_folder
+from ..inference.manifest import MANIFEST, Size, parse_size, ratio_name
+from .image_options import OWN, add_runtime_options, add_step_options, naming_options, runtime_settings, step_settings
+from .merge_options import add_merge_options, all_configs
 
-# Whose models a StableDiffusionControlNetPipeline takes.
-WITH_CONTROLNET = ("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", "StableDiffusionControlNetPipeline")
+NOT_REACHED = 1  # exit status
+MAX_BATCH = 64
+MAX_ROUNDS = 50  # of a step of each arm, all in one image of at most 1000 steps
+STRENGTH = 0.5
+OF_EXPORTS = {
+    "runtime": None,
+    "device": "cpu",
+    "precision": "fp32",
+    "max_programs": None,
+}  # options and their defaults
+DESCRIPTION = """\
+Generate each prompt plain and merged from the same noise. Write a sheet of the images and a JSON file
+of the figures for each size, and print the table: seconds per step, gain (plain's median divided by
+that of the method), PSNR and SSIM against plain, and peak memory. Steps are timed in turn, plain and
+merged, so that a busy machine slows all of them down alike."""
+EXAMPLE = """\
+example:
+  python -m ppdiffusers_tome compare --model examples/scenes_sd --size 256 \\
+      --method default todo --goal 1.4x --save build/tome.json"""
 
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Add `compare` to the command line."""
     command = commands.add_parser(
         "compare",
-        help="generate prompts plain and merged, and write a sheet and a table of them",
-        description="Generate each prompt plain and merged from the same noise, without an export. Write a sheet of "
-        "the images and a JSON file of the figures for each size, and print the table. "
-        "Steps are timed in turn, plain and merged, so that a busy machine slows all of them down alike.",
+        help="compare plain and merged images and their times, and choose the settings that reach a goal",
+        description=DESCRIPTION,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     option, default = command.add_argument, "(default: %(default)s)"
-    option("--model", required=True, help="folder of a pipeline, or hub name")
-    option("--controlnet", metavar="DIR", help="a ControlNet, folder or hub name; needs --image")
-    option(
-        "--image", type=Path, metavar="FILE", help="the input of the ControlNet, such as edges; cropped to the size"
-    )
+    option("--model", required=True, help="folder of a pipeline or hub name, or a folder that export wrote")
+    option("--controlnet", metavar="DIR", help="a ControlNet, folder or hub name; an export has its own")
+    image = "what image-to-image starts from, or the input of the ControlNet, such as edges; cropped to the size"
+    option("--image", type=Path, metavar="FILE", help=image)
+    option("--strength", type=float, help=f"of image-to-image: share of the steps that run (default: {STRENGTH})")
     option(
         "--prompt", nargs="+", metavar="TEXT", help="one or several (default: the first of the model's prompts.txt)"
     )
     option("--size", nargs="+", help=f"one or several, px or WIDTHxHEIGHT in px {OWN}")
-    option("--ratio", type=float, nargs="+", help="one or several (default: the method's own, or 0.5)")
-    option("--seed", type=int, default=0, help=f"of the noise of every image {default}")
+    ratios = "one or several; a method runs at each that it allows, or at its own"
+    option("--ratio", type=float, nargs="+", help=f"{ratios} (default: its own; of an export all)")
+    option("--batch", type=int, default=1, help=f"images of each prompt, in one call of the pipeline {default}")
+    option("--seed", type=int, default=0, help=f"of the noise of every prompt {default}")
     add_step_options(command, OWN)
+    option("--rounds", type=int, default=ROUNDS, help=f"timed steps of plain and of each method {default}")
     option("--threads", type=int, default=usable_cores(), help=f"CPU threads {default}")
     option("--output", type=Path, default=Path("outputs"), help=f"folder for the sheets {default}")
-    add_merge_options(command, "how to merge", is_single=True)
+    add_merge_options(command, "how to merge")
+    option = command.add_argument_group("choose settings").add_argument
+    option(
+        "--goal",
+        help="1.4x: of the settings that are so many times as fast as plain, the nearest to it; 35dB: of those with "
+        "this PSNR, the fastest. Tries the known settings of all methods, or of --method; or those that --ratio, "
+        f"--merging and --config name. Exit status {NOT_REACHED} if none reaches it",
+    )
+    option("--save", type=Path, metavar="FILE", help="write the chosen settings, for apply_tome and export --config")
+    add_runtime_options(command)
     command.set_defaults(run=_compare)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What the options ask for, checked before anything is loaded.
+
+    Args:
+        configs: what is compared with plain; for a goal None for the known settings.
+        sizes: empty for the model's own.
+        image: what image-to-image starts from, or the input of the ControlNet.
+        goal: what the chosen settings reach.
+        manifest: of an exported folder; None for a pipeline.
+    """
+
+    configs: Sequence[ToMeConfig] | None
+    sizes: Sequence[Size]
+    image: Image.Image | None
+    goal: Goal | None
+    manifest: Manifest | None
+
+
 def _compare(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    configs, sizes = _check(options)
-    condition = None if options.image is None else _open(options.image)
-    # Late: they import all that generates and measures images, which other commands do not need.
-    import paddle
-    import ppdiffusers
-    from paddle.base import core
-    from paddlenlp.utils.log import logger
-
-    from ..comparison.arms import Scene, check_pipeline, compare, draw_sheet, make_table
-    from ..comparison.sheets import save_jpeg
-    from ..inference.loading import load_for_export
-
-    if (pipeline := pipeline_class(options.model)) is not None:  # before all is loaded
-        if options.controlnet is None:
-            check_pipeline(pipeline)
-        elif pipeline.__name__ not in WITH_CONTROLNET:
-            raise ToMeConfigError(
-                f"--controlnet {options.controlnet} cannot be used with {options.model}, a {pipeline.__name__}: "
-                "compare generates images with a ControlNet of Stable Diffusion alone."
-            )
+    plan = _check(options)
     core.set_num_threads(options.threads)
     logger.set_level("WARNING")
     ppdiffusers.utils.logging.disable_progress_bar()
-    dtype = "float32" if paddle.get_device() == "cpu" else "float16"  # as users run models there
-    pipe = load_for_export(options.model, options.controlnet, safety_checker=False, dtype=dtype)
-    own = model_defaults(options.model, pipe)
+    pipe = _load(options, plan)
     pipe.set_progress_bar_config(disable=not sys.stderr.isatty(), leave=False)
-    about: dict[str, Any] = {"model": options.model, "seed": options.seed, "threads": options.threads}
-    about |= {"controlnet": options.controlnet, "dtype": dtype}
-    about |= {"prompts": options.prompt or model_prompts(options.model, "--prompt")[:1]}
-    about |= step_settings(options, own)
+    own = model_defaults(options.model, pipe)
+    sizes = plan.sizes
     if not sizes:
         if own.size is None:
             raise ToMeConfigError(f"{options.model} has no size of its own: pass --size.")
-        sizes = [Size(own.size, own.size)]
-    fastest, best = 0.0, configs[0]
+        sizes = [Size(own.size, own.size)] if plan.manifest is None else plan.manifest.sizes[:1]
+    named = options.prompt or (own.prompts[:1] if plan.manifest else ())
+    about = {name: getattr(options, name) for name in ("model", "controlnet", "seed", "batch", "threads")}
+    about |= {"dtype": _dtype()} if plan.manifest is None else runtime_settings(plan.manifest, options)
+    about |= {"prompts": [*named] or model_prompts(options.model, "--prompt")[:1], **step_settings(options, own)}
+    if plan.image is not None and type(pipe).__name__ != CONTROLNET:
+        about["strength"] = _checked_strength(options.strength, about["steps"])
+    rows: list[Figures] = []
     for size in sizes:
-        name = size.width if size.width == size.height else size
-        print(f"{name} px, {about['steps']} steps, prompts: {', '.join(about['prompts'])}", flush=True)
-        inputs = {} if condition is None else {"image": ImageOps.fit(condition, (size.width, size.height))}
-        scene = Scene(about["prompts"], size, about["steps"], about["guidance_scale"], options.seed, inputs)
-        arms = compare(pipe, scene, configs, report=lambda line: print(f"  {line} …", file=sys.stderr, flush=True))
-        rows = [arm.figures(arms[0]) for arm in arms]
-        sheet = options.output / f"compare_{name}.jpg"
-        save_jpeg(
-            draw_sheet(arms, scene), sheet, **size._asdict(), merging=[str(config) for config in configs], **about
-        )
-        result = make_result("comparison", command_line(arguments), **size._asdict(), **about, arms=rows)
-        write_result(sheet.with_suffix(".json"), result)
-        print(f"{make_table(rows)}\nimages: {sheet}", flush=True)
-        for config, row in zip(configs, rows[1:], strict=True):
-            if row["speed_up"] > fastest:
-                fastest, best = row["speed_up"], config
-    print(_next_steps(options, best, fastest))
+        configs = plan.configs or _known_configs(options, pipe, size)
+        rows += _compare_at(pipe, size, plan.image, configs, about, options, command_line(arguments))
+    if plan.goal is not None:
+        return _choose(plan.goal, rows, options, command_line(arguments), {**sizes[0]._asdict(), **about})
+    print(_next_steps(options, rows, plan.manifest))
     return 0
 
 
-def _check(options: argparse.Namespace) -> tuple[list[ToMeConfig], list[Size]]:
-    """The ways to merge and the sizes; ToMeConfigError if an option is not allowed, before anything is loaded."""
-    require_model_folder(options.model, hub_names=True)
-    if (options.controlnet is None) != (options.image is None):
-        raise ToMeConfigError("--controlnet and --image belong together: pass both or none.")
-    for name, minimum, maximum in (("steps", 1, MAX_STEPS), ("threads", 1, 1024), ("seed", 0, MAX_SEED)):
-        value = getattr(options, name)
+def _check(options: argparse.Namespace) -> Plan:
+    """What the options ask for; ToMeError if one is not allowed, before anything is loaded."""
+    folder, manifest = Path(options.model), None
+    if (folder / MANIFEST).is_file():
+        manifest = read_manifest(folder)
+    else:
+        require_model_folder(options.model, hub_names=True)
+    limits = {"steps": MAX_STEPS, "threads": 1024, "seed": MAX_SEED, "batch": MAX_BATCH, "rounds": MAX_ROUNDS}
+    for name, maximum in limits.items():
+        value, minimum = getattr(options, name), 0 if name == "seed" else 1
         if value is not None and not minimum <= value <= maximum:
             raise ToMeConfigError(f"--{name} {value} is not allowed: it must be {minimum} to {maximum}.")
     with naming_options():
         sizes = [parse_size(text) for text in options.size or ()]
+        goal = None if options.goal is None else parse_goal(options.goal)
     for size, text in zip(sizes, options.size or (), strict=True):
-        if any(side % 8 for side in size):
-            raise ToMeConfigError(f"--size {text} is not allowed: it must be a multiple of 8 px.")
-    configs = merge_configs(options)
-    if not all(config.ratio for config in configs):
-        raise ToMeConfigError("--ratio 0 is not allowed: plain images are always generated.")
+        if any(side % 8 or side < MIN_SIDE for side in size):
+            raise ToMeConfigError(
+                f"--size {text} is not allowed: it must be a multiple of 8 px from {MIN_SIDE} px on."
+            )
+    if goal is not None and len(sizes) > 1:
+        raise ToMeConfigError("--goal needs one --size, because the settings that reach it depend on the size.")
+    if options.save is not None and goal is None:
+        raise ToMeConfigError(f"--save {options.save} needs --goal, which chooses the settings.")
+    image = _check_images(options, manifest)
+    configs = _configs(options, goal) if manifest is None else _exported_configs(options, manifest, sizes)
     with naming_options():
         check_writable(options.output, "output")
-    return configs, sizes
+        if options.save is not None:
+            check_writable(options.save.parent, "save")
+            if options.save.is_dir():
+                raise ParameterError("save", str(options.save), "it is a folder: name a file, such as build/tome.json")
+    return Plan(configs, sizes, image, goal, manifest)
 
 
-def _open(path: Path) -> Image.Image:
+def _check_images(options: argparse.Namespace, manifest: Manifest | None) -> Image.Image | None:
+    """The image of --image; ToMeConfigError unless the model's pipeline can be compared with these options."""
+    has_image = options.image is not None
+    if options.controlnet is not None and not has_image:
+        raise ToMeConfigError("--controlnet needs --image, the input of the ControlNet.")
+    if manifest is not None and options.controlnet is not None:
+        raise ToMeConfigError(
+            f"--controlnet {options.controlnet} is not allowed for {options.model}, an exported folder: a ControlNet "
+            "is part of its programs, if it was exported with --controlnet."
+        )
+    if options.strength is not None:
+        if not has_image:
+            raise ToMeConfigError(f"--strength {options.strength:g} needs --image, which image-to-image starts from.")
+        _checked_strength(options.strength, options.steps or MAX_STEPS)
+    own = pipeline_class(options.model) if manifest is None else getattr(ppdiffusers, manifest.pipeline)
+    if own is not None:  # of a hub name it is not known yet
+        cls = _class(own, options)
+        if manifest is not None and has_image and cls.__name__ != CONTROLNET and not manifest.image_to_image:
+            raise ToMeConfigError(f"--image {options.image} needs an export with --img2img; {options.model} has none.")
+    if not has_image:
+        return None
     try:
-        with Image.open(path) as image:
+        with Image.open(options.image) as image:
             return upright_rgb(image)
     except OSError as error:
-        raise ToMeConfigError(f"--image {path} cannot be read: {error}.") from None
+        raise ToMeConfigError(f"--image {options.image} cannot be read: {error}.") from None
 
 
-def _next_steps(options: argparse.Namespace, config: ToMeConfig, speed_up: float) -> str:
-    """What a user can do after a comparison, with the fastest way to merge and its speed-up."""
-    if speed_up <= 1:
+def _checked_strength(strength: float | None, steps: int) -> float:
+    """The strength, or its default; ToMeConfigError if it is out of range or no step is left."""
+    strength = STRENGTH if strength is None else strength
+    if not 0 < strength <= 1:
+        raise ToMeConfigError(f"--strength {strength:g} is not allowed: it must be above 0 and at most 1.")
+    if int(steps * strength) < 1:
+        raise ToMeConfigError(f"--strength {strength:g} of {steps} steps is less than one step: raise one of them.")
+    return strength
+
+
+def _class(own: type[DiffusionPipeline], options: argparse.Namespace) -> type[DiffusionPipeline]:
+    """The class that generates the images."""
+    uses_controlnet = options.controlnet is not None or own.__name__ == CONTROLNET
+    if uses_controlnet and options.strength is not None:
+        raise ToMeConfigError(
+            f"--strength {options.strength:g} is not allowed with a ControlNet, which is compared from text: leave it "
+            "out."
+        )
+    return class_to_compare(own, uses_controlnet, options.image is not None)
+
+
+def _configs(options: argparse.Namespace, goal: Goal | None) -> list[ToMeConfig] | None:
+    """What is compared in a pipeline; for a goal None for the known settings."""
+    for name, default in OF_EXPORTS.items():
+        if (value := getattr(options, name)) != default:
+            raise ToMeConfigError(
+                f"--{name.replace('_', '-')} {value} is not allowed for {options.model}, a pipeline, which runs in "
+                "eager mode: leave it out, or pass a folder that export wrote."
+            )
+    if goal is not None and not (options.ratio or options.merging or options.config):
+        return None
+    configs = all_configs(options)
+    if not all(config.ratio for config in configs):
+        raise ToMeConfigError("--ratio 0 is not allowed: plain images are always generated.")
+    return configs
+
+
+def _exported_configs(options: argparse.Namespace, manifest: Manifest, sizes: Sequence[Size]) -> list[ToMeConfig]:
+    """How the UNet of an exported folder merges, at each ratio that is compared."""
+    for name in ("method", "merging", "config"):
+        if getattr(options, name):
+            raise ToMeConfigError(
+                f"--{name} is not allowed for {options.model}, an exported folder: its programs merge as they were "
+                "exported. Leave it out."
+            )
+    for size in sizes:
+        if size not in manifest.sizes:
+            exported = ", ".join(map(str, manifest.sizes))
+            raise ToMeConfigError(f"--size {size} was not exported, only {exported} (width x height).")
+    if 0 not in manifest.ratios:
+        raise ToMeConfigError(f"{options.model} has no plain program: export it again with 0 in --ratio.")
+    ratios = [ratio for ratio in manifest.ratios if ratio]
+    if options.ratio is not None:
+        ratios = list(dict.fromkeys(manifest.exported(ratio) for ratio in options.ratio))
+        if 0 in ratios:
+            raise ToMeConfigError("--ratio 0 is not allowed: plain images are always generated.")
+    if not ratios:
+        raise ToMeConfigError(f"{options.model} was exported with ratio 0 alone: there is nothing to compare with it.")
+    configs = [manifest.merging[ratio_name(ratio)][0] for ratio in ratios]
+    return [config for config in configs if config is not None]
+
+
+def _dtype() -> str:
+    """The type of the weights in eager mode, as users run models there."""
+    return "float32" if paddle.get_device() == "cpu" else "float16"
+
+
+def _load(options: argparse.Namespace, plan: Plan) -> DiffusionPipeline:
+    """The pipeline that generates the images, plain."""
+    if plan.manifest is not None:
+        cls = _class(getattr(ppdiffusers, plan.manifest.pipeline), options)
+        with naming_options():
+            settings = runtime_settings(plan.manifest, options)
+            return load_pipeline(options.model, cls, ratio=0, threads=options.threads, **settings)
+    pipe = load_for_export(options.model, options.controlnet, safety_checker=False, dtype=_dtype())
+    return as_class(pipe, _class(type(pipe), options))
+
+
+def _known_configs(options: argparse.Namespace, pipe: DiffusionPipeline, size: Size) -> list[ToMeConfig]:
+    """The known settings that merge something at a size, each in its own way."""
+    configs = [config for config in known_settings(options.method) if merges_at(pipe, config, size)]
+    if not configs:
+        raise ToMeConfigError(f"--size {size} is not allowed: no token of {options.model} would merge. Raise it.")
+    return configs
+
+
+def _compare_at(
+    pipe: DiffusionPipeline,
+    size: Size,
+    image: Image.Image | None,
+    configs: Sequence[ToMeConfig],
+    about: dict[str, Any],
+    options: argparse.Namespace,
+    command: str,
+) -> list[Figures]:
+    """The figures of plain and of each config at a size, plain first; writes and prints them."""
+    name = str(size.width) if size.width == size.height else str(size)
+    print(f"{name} px, {about['steps']} steps, prompts: {', '.join(about['prompts'])}", flush=True)
+    inputs = {} if image is None else {"image": ImageOps.fit(image, (size.width, size.height))}
+    inputs |= {"strength": about["strength"]} if "strength" in about else {}
+    scene = Scene(about["prompts"], size, about["steps"], about["guidance_scale"], options.seed, options.batch, inputs)
+    arms = compare(
+        pipe, scene, configs, options.rounds, lambda line: print(f"  {line} …", file=sys.stderr, flush=True)
+    )
+    rows = [arm.figures(arms[0]) for arm in arms]
+    sheet = options.output / f"compare_{name}.jpg"
+    save_jpeg(draw_sheet(arms, scene), sheet, **size._asdict(), merging=[str(config) for config in configs], **about)
+    content = {**size._asdict(), **about, "goal": options.goal, "arms": [asdict(row) for row in rows]}
+    write_result(sheet.with_suffix(".json"), make_result("comparison", command, **content))
+    print(f"{make_table(rows)}\nimages: {sheet}", flush=True)
+    return rows
+
+
+def _choose(
+    goal: Goal, rows: Sequence[Figures], options: argparse.Namespace, command: str, about: dict[str, Any]
+) -> int:
+    """Report, and save, the settings that reach the goal best; the exit status."""
+    chosen = goal.choose(rows)
+    if chosen is None or chosen.config is None:
+        best = goal.nearest(rows)
+        found = "nothing is faster than plain here" if best is None else f"the best is {best.summary}"
+        print(f"No settings reach the goal, {goal}: {found}." + (" Nothing is saved." if options.save else ""))
+        return NOT_REACHED
+    print(f"Goal, {goal}: {chosen.summary}\n  pipe.apply_tome({chosen.config.describe()})")
+    if options.save is not None:
+        details = {"command": command, "commit": commit(), "environment": describe_environment(), **about}
+        figures = {"goal": str(goal), "figures": asdict(chosen), "compared": [asdict(row) for row in rows]}
+        options.save.parent.mkdir(parents=True, exist_ok=True)
+        chosen.config.save(options.save, **details, **figures)
+        print(f"saved: {options.save}, for pipe.apply_tome(config=…) and export --config")
+    return 0
+
+
+def _next_steps(options: argparse.Namespace, rows: Sequence[Figures], manifest: Manifest | None) -> str:
+    """What a user can do after a comparison, with the fastest way to merge."""
+    faster = [(row.gain, row.config) for row in rows if row.config is not None and row.gain is not None]
+    gain, config = max(faster, key=lambda pair: pair[0], default=(0.0, ToMeConfig()))
+    if gain <= 1:
         return "Merging is not faster here. It gains more in larger images."
+    if manifest is not None:
+        return f"Next:\n  load_pipeline({options.model!r}, ratio={config.ratio:g})   # in your own code"
     words = ["export", "--model", options.model, "--output", "build/export"]
     words += ["--controlnet", options.controlnet] if options.controlnet else []
+    words += ["--img2img"] if options.image and not options.controlnet else []
     words += ["--size", *options.size] if options.size else []
-    words += ["--merging", *options.merging] if options.merging else []
-    words += ["--config", *map(str, options.config)] if options.config else []
-    words += ["--ratio", f"{config.ratio:g}"]
-    return "\n".join(
-        [
-            "Next:",
-            f"  {command_line(words)}   # on a CPU: faster programs",
-            f"  pipe.apply_tome({config.describe()})   # in your own code",
-        ]
-    )
+    words += ["--merging", ",".join(f"{name}={value}" for name, value in config.changed_settings().items())]
+    export = f"  {command_line(words)}   # on a CPU: faster programs"
+    return "\n".join(["Next:", export, f"  pipe.apply_tome({config.describe()})   # in your own code"])

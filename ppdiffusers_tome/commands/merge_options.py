@@ -28,7 +28,7 @@ def add_merge_options(group: argparse._ActionsContainer, about: str, is_single: 
     place.add_argument("--method", nargs=number, default=[], choices=METHODS, help=f"{about}, by name. {listed}")
     text = f"{about}: settings of ToMeConfig, such as {EXAMPLE}"
     place.add_argument("--merging", nargs=number, default=[], metavar="SETTINGS", help=text)
-    file = "the same from a settings file, which compare and ToMeConfig.save write"
+    file = "the same from a settings file, which compare --save and ToMeConfig.save write"
     place.add_argument("--config", nargs=number, default=[], type=Path, metavar="FILE", help=file)
 
 
@@ -93,6 +93,33 @@ def merge_configs(options: argparse.Namespace) -> list[ToMeConfig]:
         return [ToMeConfig(**settings)]
     with naming_options():
         return [ToMeConfig(**(settings | {"ratio": ratio})) for ratio in options.ratio]
+
+
+def all_configs(options: argparse.Namespace) -> list[ToMeConfig]:
+    """The configs of all ways to merge that the options name, by default the defaults, each once.
+
+    Each way has every --ratio that it allows; its own without --ratio, or if it allows none of them.
+
+    Raises:
+        ToMeConfigError: as `read_methods`, a setting is not allowed, or no way to merge allows a ratio.
+    """
+    configs: list[ToMeConfig] = []
+    refusals = dict[float, ToMeConfigError]()
+    allowed = set[float]()
+    for settings in read_methods(options) or [{}]:
+        own, at_ratios = ToMeConfig(**settings), []
+        for ratio in options.ratio or ():
+            try:
+                at_ratios.append(ToMeConfig(**settings | {"ratio": ratio}))
+                allowed.add(ratio)
+            except ToMeConfigError as error:  # of the ratio, because the other settings are those of `own`
+                refusals[ratio] = error
+        configs += at_ratios or [own]
+    with naming_options():
+        for ratio, refusal in refusals.items():
+            if ratio not in allowed:
+                raise refusal
+    return list(dict.fromkeys(configs))
 
 
 def parse_settings(text: str) -> dict[str, Any]:

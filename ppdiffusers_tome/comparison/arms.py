@@ -1,32 +1,30 @@
 """Compare a pipeline's plain and merged images: the same prompts and noise, and steps that are timed in turn."""
 
 import inspect
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import Any
 
 import numpy as np
 import paddle
-import paddle.nn.functional as F
-import ppdiffusers
 from PIL import Image
 from ppdiffusers import DiffusionPipeline
 
 from ..config import ToMeConfig
-from ..errors import ToMeConfigError
 from ..inference.manifest import Size
+from ..inference.models import ExportedUNet
 from ..summary import ToMeSummary
+from ..wording import method_in_words
 from .clock import now, order_of_round, ratio_within_rounds
+from .peak_memory import peak_bytes, restart_peak
 from .sheets import make_sheet
+from .similarity import psnr as psnr  # benchmarks import it from here
+from .similarity import ssim
 
 PLAIN = "plain"
 ROUNDS = 5  # steps of each arm that are timed
-# What a pipeline must take: a text, the arguments of `Scene`, and a function that it calls after each step.
-PARAMETERS = ("prompt", "height", "width", "num_inference_steps", "guidance_scale", "callback_on_step_end")
-# Parameters of pipelines for which a text is not enough, or that generate no images, unless `Scene.inputs` has them.
-OTHER_PARAMETERS = {"image": "needs an image", "num_frames": "generates videos"}
+MIN_SIDE = 16  # px, of an image: SSIM needs windows of 11 px
 
 
 @dataclass(frozen=True)
@@ -34,12 +32,13 @@ class Scene:
     """What each arm generates.
 
     Args:
-        prompts: one image each.
+        prompts: `batch` images each.
         size: of the images.
         steps: denoising steps.
         guidance_scale: weight of classifier-free guidance.
-        seed: of the noise, the same for every image.
-        inputs: further arguments of the pipeline, such as the image of a ControlNet.
+        seed: of the noise, the same for every prompt.
+        batch: images per call of the pipeline.
+        inputs: further arguments of the pipeline: the image of a ControlNet or of image-to-image, and its strength.
     """
 
     prompts: Sequence[str]
@@ -47,14 +46,46 @@ class Scene:
     steps: int
     guidance_scale: float
     seed: int = 0
+    batch: int = 1
     inputs: Mapping[str, Any] = field(default_factory=dict)
 
-    def generate(self, pipe: DiffusionPipeline, prompt: str, **changes: Any) -> Image.Image:
-        """One image; `changes` replace or add arguments of the pipeline."""
+    def generate(self, pipe: DiffusionPipeline, prompt: str, **changes: Any) -> list[Image.Image]:
+        """The images of a prompt; `changes` replace or add arguments of the pipeline."""
         paddle.seed(self.seed)
-        settings = {**self.size._asdict(), "guidance_scale": self.guidance_scale}
-        settings |= {"num_inference_steps": self.steps, **self.inputs, **changes}
-        return pipe(prompt, **settings).images[0]
+        settings = {"guidance_scale": self.guidance_scale, "num_inference_steps": self.steps}
+        parameters = inspect.signature(type(pipe).__call__).parameters
+        if "height" in parameters:  # not those that start from an image, which has the size
+            settings |= self.size._asdict()
+        inputs = {**self.inputs}
+        if "image" in inputs:
+            inputs["image"] = [inputs["image"]] * self.batch
+        return pipe([prompt] * self.batch, **{**settings, **inputs, **changes}).images
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured of one arm. What compares with plain is None for plain itself."""
+
+    arm: str  # its name
+    config: ToMeConfig | None  # None for plain
+    rounds: list[float]  # seconds of each timed step
+    step_seconds: float  # their median
+    gain: float | None  # plain's median divided by this one; None also if the rounds show no difference
+    gain_quartiles: tuple[float, float] | None  # of plain's step divided by this one's in each round
+    psnr: float | None  # dB, the mean over the images, infinite for equal images
+    ssim: float | None  # the mean over the images
+    peak_bytes: int | None  # of memory in a timed step, with the weights; None where it is not known
+    # Of the first block; None for an exported model, which has no blocks to count in.
+    tokens: int | None  # before merging
+    queries: int | None  # after merging
+    keys: int | None
+    macs_saved: float | None  # a share; None also if they cannot be counted
+
+    @property
+    def summary(self) -> str:
+        """Name and distance from plain in a line."""
+        assert self.psnr is not None
+        return f"{self.arm}, {_gain(self)} as fast as plain, PSNR {self.psnr:.1f} dB, SSIM {self.ssim:.3f}"
 
 
 @dataclass
@@ -65,114 +96,97 @@ class Arm:
     summary: ToMeSummary
     images: list[Image.Image] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """ "plain", or its ratio."""
-        return PLAIN if self.config is None else f"{self.config.ratio:g}"
+        """ "plain", or its method and ratio."""
+        return PLAIN if self.config is None else f"{method_in_words(self.config)} {self.config.ratio:g}"
 
     def switch_on(self, pipe: DiffusionPipeline) -> None:
         """Let the pipeline merge as this arm does."""
-        if self.config is None:
+        if _is_exported(pipe):
+            pipe.unet.ratio = self.config.ratio if self.config else 0.0
+        elif self.config is None:
             pipe.remove_tome()
         else:
             pipe.apply_tome(config=self.config)
 
-    def figures(self, plain: "Arm") -> dict[str, Any]:
-        """A row of the table; what compares with plain is None for plain itself.
-
-        Returns:
-            "arm"; "tokens" before merging, "queries" and "keys" after it, of the first block; "macs_saved", a share,
-            or None if they cannot be counted; "step_seconds", the median; "speed_up" of a step, within rounds; and
-            "psnr", in dB, the mean over the prompts, infinite for equal images.
-        """
-        first = self.summary.blocks[0]
+    def figures(self, plain: "Arm") -> Figures:
+        """The figures of this arm, compared with the plain one."""
         is_plain = self is plain
+        ratios = ratio_within_rounds(plain.step_seconds, self.step_seconds)
+        is_different = not ratios.low <= 1 <= ratios.high
+        seconds = median(self.step_seconds)
         pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(plain.images, self.images, strict=True)]
-        return {
-            "arm": self.name,
-            "tokens": first.grid.tokens,
-            "queries": first.grid.tokens if is_plain else first.kept,
-            "keys": first.grid.tokens if is_plain else first.kept_keys,
-            "macs_saved": None if is_plain else self.summary.saved_share,
-            "step_seconds": median(self.step_seconds),
-            "speed_up": ratio_within_rounds(plain.step_seconds, self.step_seconds).median,
-            "psnr": None if is_plain else mean(psnr(*pair) for pair in pairs),
-        }
-
-
-def psnr(a: np.ndarray, b: np.ndarray) -> float:  # [H, W, 3] uint8 both
-    """Peak signal-to-noise ratio in dB, higher is closer; infinite for equal images."""
-    error = float(np.mean((a.astype(np.float64) - b) ** 2))
-    return 10 * math.log10(255**2 / error) if error else math.inf
-
-
-def check_pipeline(pipeline: type[DiffusionPipeline], inputs: Collection[str] = ()) -> None:
-    """Raise unless pipelines of this class can be compared.
-
-    Args:
-        pipeline: the class.
-        inputs: the names of `Scene.inputs`.
-
-    Raises:
-        ToMeConfigError: they lack one of PARAMETERS or have one of OTHER_PARAMETERS, or run on GPUs only.
-    """
-    parameters = inspect.signature(pipeline.__call__).parameters
-    reasons = [why for name, why in OTHER_PARAMETERS.items() if name in parameters and name not in inputs]
-    reasons += [f"has no {name}" for name in PARAMETERS if name not in parameters]
-    if reasons:
-        raise ToMeConfigError(
-            f"{pipeline.__name__} {reasons[0]}, so it cannot be compared: compare generates images from text with "
-            "pipelines that report their steps, such as those of Stable Diffusion, SDXL and Stable Diffusion 3, and "
-            "with a ControlNet of Stable Diffusion."
+        return Figures(
+            arm=self.name,
+            config=self.config,
+            rounds=self.step_seconds,
+            step_seconds=seconds,
+            gain=median(plain.step_seconds) / seconds if is_different and not is_plain else None,
+            gain_quartiles=None if is_plain else (ratios.low, ratios.high),
+            psnr=None if is_plain else mean(psnr(*pair) for pair in pairs),
+            ssim=None if is_plain else mean(ssim(*pair) for pair in pairs),
+            peak_bytes=max(self.peaks, default=None),
+            **self._tokens(),
+            macs_saved=None if is_plain else self.summary.saved_share,
         )
-    if pipeline.__name__.startswith("StableDiffusion3") and not hasattr(F, "scaled_dot_product_attention_"):
-        raise ToMeConfigError(
-            f"{pipeline.__name__} cannot be compared on this machine: ppdiffusers {ppdiffusers.__version__} defines "
-            "the attention that it calls on GPUs only. On a CPU, compare generates images with Stable Diffusion and "
-            "SDXL."
-        )
+
+    def _tokens(self) -> dict[str, int | None]:
+        """The tokens of the first block, before and after merging."""
+        if not self.summary.blocks:
+            return dict.fromkeys(("tokens", "queries", "keys"))
+        block = self.summary.blocks[0]
+        return {"tokens": block.grid.tokens, "queries": block.kept, "keys": block.kept_keys}
 
 
 def compare(
     pipe: DiffusionPipeline,
     scene: Scene,
     configs: Sequence[ToMeConfig],
-    rounds: int | None = None,
+    rounds: int = ROUNDS,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[Arm]:
     """Generate the images of a scene plain and merged, and time their steps. The pipeline is plain afterwards.
 
     Args:
-        pipe: a pipeline that merges nothing now.
-        configs: one for each further arm.
-        rounds: how many steps of each arm are timed; by default ROUNDS.
+        pipe: a pipeline that merges nothing now and that `pipelines.check_pipeline` accepts, or one from
+            `load_pipeline` with a ratio of 0.
+        configs: one for each further arm; of an exported pipeline those that were exported.
+        rounds: how many steps of each arm are timed.
         report: called with a line before each part.
 
     Returns:
         The arms; the first one is plain.
 
     Raises:
-        ToMeConfigError: as `check_pipeline`.
-        NoMergeableLayerError: a config merges nothing in this pipeline. In both cases nothing was generated.
+        NoMergeableLayerError: a config merges nothing in this pipeline, and nothing was generated.
     """
-    check_pipeline(type(pipe), scene.inputs)
-    rounds = ROUNDS if rounds is None else rounds
-    arms = []
-    for config in (None, *configs):
-        with pipe.tome(config=config or ToMeConfig(ratio=0.0)):
-            arms.append(Arm(config, pipe.tome_summary(**scene.size._asdict())))
+    arms = [Arm(config, summary_at(pipe, config, scene.size)) for config in (None, *configs)]
     try:
         report(f"{len(arms) * (rounds + 1)} steps for the times")
         _time_steps(pipe, scene, arms, rounds)
         for arm in arms:
-            count = len(scene.prompts)
+            count = len(scene.prompts) * scene.batch
             report(f"{count} image{'s' if count > 1 else ''}, {arm.name}")
             arm.switch_on(pipe)
-            arm.images = [scene.generate(pipe, prompt) for prompt in scene.prompts]
+            arm.images = [image for prompt in scene.prompts for image in scene.generate(pipe, prompt)]
     finally:
-        pipe.remove_tome()
+        arms[0].switch_on(pipe)
     return arms
+
+
+def summary_at(pipe: DiffusionPipeline, config: ToMeConfig | None, size: Size) -> ToMeSummary:
+    """What merges with a config in images of a size; without one, in which blocks something could."""
+    if _is_exported(pipe):
+        return pipe.tome_summary()
+    with pipe.tome(config=config or ToMeConfig(ratio=0.0)):
+        return pipe.tome_summary(**size._asdict())
+
+
+def _is_exported(pipe: DiffusionPipeline) -> bool:
+    return isinstance(vars(pipe).get("unet"), ExportedUNet)
 
 
 def _time_steps(pipe: DiffusionPipeline, scene: Scene, arms: Sequence[Arm], rounds: int) -> None:
@@ -182,6 +196,7 @@ def _time_steps(pipe: DiffusionPipeline, scene: Scene, arms: Sequence[Arm], roun
     is thrown away.
     """
     order = [arms[n] for index in range(rounds + 1) for n in order_of_round(range(len(arms)), index)]
+    knows_memory = not _is_exported(pipe)  # a runtime's memory is not in Paddle's counters
     start = now()
 
     def after_step(pipe: DiffusionPipeline, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -189,29 +204,52 @@ def _time_steps(pipe: DiffusionPipeline, scene: Scene, arms: Sequence[Arm], roun
         end = now()
         if len(arms) <= step < len(order):
             order[step].step_seconds.append(end - start)
+            if knows_memory and (peak := peak_bytes()) is not None:
+                order[step].peaks.append(peak)
         if step + 1 < len(order):  # some schedulers take more steps than they are asked for
             order[step + 1].switch_on(pipe)
+        restart_peak()
         start = now()
         return tensors
 
+    changes: dict[str, Any] = {"num_inference_steps": len(order), "callback_on_step_end": after_step}
+    if "strength" in scene.inputs:  # of which only a share of the steps would run
+        changes["strength"] = 1.0
     order[0].switch_on(pipe)
-    scene.generate(pipe, scene.prompts[0], num_inference_steps=len(order), callback_on_step_end=after_step)
+    scene.generate(pipe, scene.prompts[0], **changes)
 
 
-def make_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The table of what `Arm.figures` returned, one row for each arm, as text."""
-    lines = [f"{'':<6} {'queries':>8} {'keys':>6} {'MACs saved':>11} {'s/step':>8} {'speed-up':>9} {'PSNR, dB':>9}"]
-    for row in rows:
-        saved = "" if row["macs_saved"] is None else f"{row['macs_saved']:.1%}"
-        distance = "" if row["psnr"] is None else f"{row['psnr']:.1f}"
-        counts = f"{row['arm']:<6} {row['queries']:>8} {row['keys']:>6} {saved:>11}"
-        lines.append(f"{counts} {row['step_seconds']:>8.3f} {row['speed_up']:>8.2f}× {distance:>9}")
-    return "\n".join(lines)
+def make_table(rows: Sequence[Figures]) -> str:
+    """The figures of the arms as text, a row for each arm. Columns without any figure are left out."""
+    columns = {
+        "": [row.arm for row in rows],
+        "s/step": [f"{row.step_seconds:.4g}" for row in rows],
+        "gain": [_gain(row) for row in rows],
+        "PSNR, dB": ["" if row.psnr is None else f"{row.psnr:.1f}" for row in rows],
+        "SSIM": ["" if row.ssim is None else f"{row.ssim:.3f}" for row in rows],
+        "peak MB": ["" if row.peak_bytes is None else f"{row.peak_bytes / 1e6:.0f}" for row in rows],
+        "MACs saved": ["" if row.macs_saved is None else f"{row.macs_saved:.1%}" for row in rows],
+    }
+    filled = {title: cells for title, cells in columns.items() if any(cells)}
+    widths = [max(map(len, [title, *cells])) for title, cells in filled.items()]
+    lines = zip(*([title, *cells] for title, cells in filled.items()), strict=True)
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines
+    )
+
+
+def _gain(row: Figures) -> str:
+    if row.gain_quartiles is None:
+        return ""
+    return "no difference" if row.gain is None else f"{row.gain:.2f}×"
 
 
 def draw_sheet(arms: Sequence[Arm], scene: Scene) -> Image.Image:
-    """A row of images for each arm, and a column for each prompt; above them the input of a ControlNet."""
-    rows = [(f"{arm.name}\n{median(arm.step_seconds):.2f} s/step", arm.images) for arm in arms]
-    if (condition := scene.inputs.get("image")) is not None:
-        rows.insert(0, ("input", [condition] * len(scene.prompts)))
+    """A row for each arm, and a column with the first image of each prompt; above them the image that they start from.
+
+    That is the input of a ControlNet or of image-to-image.
+    """
+    rows = [(f"{arm.name}\n{median(arm.step_seconds):.4g} s/step", arm.images[:: scene.batch]) for arm in arms]
+    if (image := scene.inputs.get("image")) is not None:
+        rows.insert(0, ("input", [image] * len(scene.prompts)))
     return make_sheet(rows, scene.prompts, max(scene.size))
