@@ -49,6 +49,7 @@ setup(
             "serving/page/*.*",
             "serving/page/vendor/*/*",
             "generation/*.txt",
+            "inference/*.md",
         ]
     },
     zip_safe=False,

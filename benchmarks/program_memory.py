@@ -41,12 +41,7 @@ from server_process import start_server  # noqa: E402
 
 RATIOS = (0.5, 0.25, 0.75, 0)
 COUNTS = (1, 2, 4, 8)
-RUNTIMES = {
-    "paddle": {"runtime": "paddle"},
-    "onnxruntime": {"runtime": "onnxruntime"},
-    "openvino": {"runtime": "openvino"},
-    "openvino, share_weights": {"runtime": "openvino", "share_weights": True},
-}
+RUNTIMES = ("paddle", "onnxruntime", "openvino")
 STARTS = 3  # timed starts of `serve`
 MAX_PROGRAMS = 2  # in the measurement with `max_programs`
 
@@ -75,7 +70,7 @@ def run_process(folder: str, runtime: str, count: str, most: str | None = None) 
     """Load programs and run each once, write the seconds; wait for a line, write the memory."""
     manifest = read_manifest(folder)
     bound = None if most is None else int(most)
-    pipe = load_pipeline(folder, **RUNTIMES[runtime], threads=1, verify=False, max_programs=bound)
+    pipe = load_pipeline(folder, runtime=runtime, threads=1, verify=False, max_programs=bound)
     paddle.seed(0)
     text = paddle.randn([2, 77, pipe.unet.config.cross_attention_dim])
     before, start = proportional_bytes(), time.perf_counter()
@@ -99,12 +94,11 @@ def proportional_bytes(process: int | str = "self") -> int:
 
 def serve(folder: Path, runtime: str) -> dict[str, Any]:
     """Seconds until a server with the programs of a folder is ready, and its bytes when each has been used."""
-    settings = RUNTIMES[runtime]
     command = [sys.executable, "-m", "ppdiffusers_tome", "serve", "--model", str(folder), "--port", "0"]
-    command += ["--threads", "1", "--no-verify", "--runtime", str(settings["runtime"])]
+    command += ["--threads", "1", "--no-verify", "--runtime", runtime]
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as logs:
-        process, url = start_server(command + ["--share-weights"] * ("share_weights" in settings), Path(logs, "log"))
+        process, url = start_server(command, Path(logs, "log"))
         seconds = time.perf_counter() - start
         for file in read_manifest(folder).programs_of("unet"):
             body = {"prompt": "a fox", "steps": 1, "size": str(file.size), "tome_ratio": file.ratio}
@@ -149,8 +143,7 @@ def measure(options: argparse.Namespace) -> None:
     path = options.output / f"program_memory_{folder.name}.json"
     rows = read_json(path)["rows"] if path.is_file() else []
     cases = [(runtime, count, None, 1) for runtime in options.runtime for count in options.count]
-    bounded = [runtime for runtime in options.runtime if "share_weights" not in RUNTIMES[runtime]]
-    cases += [(runtime, COUNTS[-1], MAX_PROGRAMS, 1) for runtime in bounded]
+    cases += [(runtime, COUNTS[-1], MAX_PROGRAMS, 1) for runtime in options.runtime]
     cases += [(runtime, max(options.count), None, 2) for runtime in options.runtime]
     command = shlex.join(["python", "benchmarks/program_memory.py", *sys.argv[1:]])
     for runtime, count, most, processes in cases:

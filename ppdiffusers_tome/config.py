@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 import numpy as np
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
-from pydantic_core import ArgsKwargs
 
 from .errors import ParameterError, ToMeConfigError
 from .files import write_file
@@ -134,9 +133,12 @@ class ToMeConfig:
     @classmethod
     def _with_defaults_of_method(cls, given: Any) -> Any:
         """The settings that were passed, with the method's defaults in place of the others."""
-        if isinstance(given, ArgsKwargs):
-            names = (f.name for f in fields(cls))
-            given = {**dict(zip(names, given.args)), **(given.kwargs or {})}  # noqa: B905 - pydantic refuses too many
+        if hasattr(given, "kwargs"):  # pydantic's form of a call's arguments
+            names, named = [f.name for f in fields(cls)], given.kwargs or {}
+            positional = dict(zip(names, given.args, strict=False))
+            if len(given.args) > len(names) or positional.keys() & named.keys():
+                return given  # pydantic refuses it
+            given = {**positional, **named}
         if not isinstance(given, Mapping):
             return given
         check_names(given)
@@ -243,7 +245,7 @@ def _adapt(cls: type) -> None:
         try:
             init(self, *args, **settings)
         except ValidationError as error:
-            raise ToMeConfigError(_first_error(error)) from None
+            raise _first_error(error) from None
 
     types = get_type_hints(cls)
     shown = inspect.signature(cls).parameters
@@ -257,16 +259,17 @@ SETTINGS = tuple(f.name for f in fields(ToMeConfig))
 _DESCRIPTIONS = {name: field.description for name, field in vars(ToMeConfig)["__pydantic_fields__"].items()}
 
 
-def _first_error(error: ValidationError) -> str:
-    """The first of pydantic's errors, in the form of this package's messages."""
+def _first_error(error: ValidationError) -> ToMeConfigError:
+    """The first of pydantic's errors, as an error of this package."""
     first = error.errors(include_url=False)[0]
-    if "error" in (context := first.get("ctx", {})):  # raised by this module
-        return str(context["error"])
+    raised = first.get("ctx", {}).get("error")
+    if isinstance(raised, ToMeConfigError):  # by this module
+        return raised
     name = str(first["loc"][0]) if first["loc"] else "settings"
     if name == "ratio":
-        return _not_allowed(name, first["input"], "it must be a number from 0 to 1 - 1/(sx·sy)")
+        return ParameterError(name, first["input"], "it must be a number from 0 to 1 - 1/(sx·sy).")
     allowed = _DESCRIPTIONS.get(name)
-    return _not_allowed(name, first["input"], f"it must be {allowed}" if allowed else first["msg"])
+    return ToMeConfigError(_not_allowed(name, first["input"], f"it must be {allowed}" if allowed else first["msg"]))
 
 
 def _not_allowed(name: str, value: Any, rule: str) -> str:
@@ -316,7 +319,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 REPLACED = {
-    "match": 'in place of match="grid" and merge_attn="kv" pass method="todo"',
+    "match": 'leave it out, or in place of match="grid" with merge_attn="kv" pass method="todo"',
     "blend": 'a merged token is the mean of its tokens, or with method="todo" the dst of its cell',
 }
 # What is written since 3.0 in place of a value of `merge_attn`.
@@ -335,7 +338,8 @@ def upgraded(settings: Any) -> Any:
     match, attention = settings.pop("match", "similarity"), settings.pop("merge_attn", "asymmetric")
     if "blend" in settings and (blend := settings.pop("blend")) != (0 if match == "grid" else 1):
         raise ToMeConfigError(f"blend={blend!r:.50} cannot be read: {REPLACED['blend']}.")
-    if match not in ("similarity", "grid") or attention not in (True, False, *METHOD_OF_MERGE_ATTN):
+    is_known = isinstance(attention, bool) or attention in METHOD_OF_MERGE_ATTN
+    if match not in ("similarity", "grid") or not is_known:
         raise ToMeConfigError(
             f"match={match!r:.50}, merge_attn={attention!r:.50} cannot be read: no release had them."
         )
@@ -353,9 +357,8 @@ def upgraded(settings: Any) -> Any:
             method = "tomesd"
     else:
         method = METHOD_OF_MERGE_ATTN.get(attention, "default")
-    given = {f.name: f.default for f in fields(ToMeConfig)} if match == "grid" else {}  # their defaults were those
-    given = {name: given[name] for name in ("ratio", "use_rand") if name in given}
-    return {**given, **settings, "method": method, "merge_attn": attention is not False}
+    own = {"ratio": 0.5, "use_rand": True} if match == "grid" else {}  # defaults that "todo" has not
+    return {**own, **settings, "method": method, "merge_attn": attention is not False}
 
 
 def controlnet_config(common: ToMeConfig, controlnet: Any) -> ToMeConfig | None:
@@ -364,6 +367,6 @@ def controlnet_config(common: ToMeConfig, controlnet: Any) -> ToMeConfig | None:
         return common if controlnet else None
     try:
         return common.with_settings(ratio=controlnet)
-    except ToMeConfigError as error:
-        allowed = "it must be True, False or a ratio"
-        raise ToMeConfigError(f"controlnet={controlnet!r} is not allowed: {allowed}. {error}") from None
+    except ParameterError as error:
+        rule = error.rule if isinstance(controlnet, Real) else f"it must be True, False or a ratio: {error.rule}"
+        raise ParameterError("controlnet", controlnet, rule) from None

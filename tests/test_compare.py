@@ -211,7 +211,7 @@ def test_command_with_a_controlnet(tmp_path, capsys):
         (["--controlnet", "net", "--image", "/no.png"], "--image /no.png cannot be read"),
         (["--size", "100"], "--size 100 is not allowed: it must be a multiple of 8 px"),
         (["--size", "64x100"], "--size 64x100 is not allowed: it must be a multiple of 8 px"),
-        (["--size", "64*64"], "'64*64' is not allowed: it must be WIDTHxHEIGHT"),
+        (["--size", "64*64"], "--size 64*64 is not allowed: it must be WIDTHxHEIGHT"),
         (["--output", str(EMOJI_SD / "fox.png")], "fox.png (Not a directory): name a folder"),
         (["--output", str(EMOJI_SD / "fox.png" / "folder")], "fox.png (Not a directory): name a folder"),
         (["--output", "/proc/outputs"], "--output /proc/outputs is not allowed: no file can be written to /proc ("),
@@ -219,7 +219,7 @@ def test_command_with_a_controlnet(tmp_path, capsys):
         (["--seed", "-1"], "--seed -1 is not allowed"),
         (["--threads", "0"], "--threads 0 is not allowed"),
         (["--ratio", "0.5", "0"], "--ratio 0 is not allowed: plain images are always generated"),
-        (["--ratio", "0.9"], "ratio=0.9 is not allowed"),
+        (["--ratio", "0.9"], "--ratio 0.9 is not allowed"),
         (["--merging", "windows=3"], "windows"),
     ],
 )

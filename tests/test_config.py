@@ -365,10 +365,10 @@ def test_the_config_of_a_controlnet():
     config = ToMeConfig(0.6, "kv", seed=3)
     assert controlnet_config(config, True) is config and controlnet_config(config, False) is None
     assert controlnet_config(config, 0.3) == ToMeConfig(0.3, "kv", seed=3)
-    with pytest.raises(
-        ToMeConfigError, match=r"controlnet=0.5 .* True, False or a ratio\. ratio=0.5 .* method='todo'"
-    ):
+    with pytest.raises(ToMeConfigError, match=r"controlnet=0.5 is not allowed: method='todo' keeps"):
         controlnet_config(ToMeConfig(method="todo"), 0.5)
+    with pytest.raises(ToMeConfigError, match="controlnet='half' is not allowed: it must be True, False or a ratio"):
+        controlnet_config(config, "half")
 
 
 # Settings files
@@ -477,3 +477,12 @@ def test_grids_with_fewer_tokens_stay_plain(grid, removed):
     assert tokens_kept(config, grid) == (n, n - queries, n - keys)
     assert tokens_kept(config, grid, merges_block=True) == (n, n - alike, n - alike)
     assert tokens_kept(ToMeConfig(method="todo", min_tokens=256), grid).keys == n - 1.5 * alike
+
+
+@pytest.mark.parametrize(
+    ("positional", "named"),
+    [((0.5, "default", None, 2, 2, True, 0, 16, True, True, False, False, 0, 9), {}), ((0.5,), {"ratio": 0.3})],
+)
+def test_arguments_that_python_would_refuse_are_an_error(positional, named):
+    with pytest.raises(ToMeConfigError):
+        ToMeConfig(*positional, **named)

@@ -50,7 +50,7 @@ def loaded_in(monkeypatch):
         ("gpu", ("paddle",), "paddle"),
         ("gpu", ("onnx",), "onnxruntime"),  # which then says that its device is "cuda"
         ("cuda", BOTH, "onnxruntime"),
-        ("tensorrt:1", BOTH, "onnxruntime"),
+        ("cuda:1", BOTH, "onnxruntime"),
     ],
 )
 def test_runtime_by_device_and_formats(device, formats, name):
@@ -87,8 +87,7 @@ def test_a_gpu_device_of_the_other_runtime_is_an_error(exported_folder, onnx_fol
     ("settings", "remedy"),
     [
         ({"onednn": False}, "pass runtime='paddle', or leave it out"),
-        ({"share_weights": True}, "pass runtime='openvino', or leave it out"),
-        ({"speed": 3}, "cuda_graph; leave it out"),
+        ({"speed": 3}, "only the settings device, threads, precision; leave it out"),
     ],
 )
 def test_a_setting_of_another_runtime_is_an_error_that_names_it(onnx_folder, settings, remedy):

@@ -481,6 +481,7 @@ def test_an_export_after_one_that_failed(tmp_path):
         ({"format": "tflite"}, "format='tflite'.*'both'"),
         ({"ratios": 0, "merge_map": True}, "merge_map=True is not allowed: without a ratio above 0"),
         ({"ratios": None, "use_rand": False}, "use_rand cannot be set without ratios"),
+        ({"ratios": None, "method": "todo", "window": 8}, "window=8 is not allowed with method='todo'"),
     ],
 )
 def test_invalid_arguments_are_rejected(tiny, tmp_path, settings, message):
@@ -573,7 +574,7 @@ def test_command_rejects(options, message, tmp_path, capsys):
     ("options", "message"),
     [
         (["--ratio", "0.9"], "error: --ratio 0.9 is not allowed: it must be a number from 0"),
-        (["--ratio", "0.5", "--merging", "match=grid"], "error: --ratio 0.5 is not allowed: with match='grid'"),
+        (["--ratio", "0.5", "--merging", "method=todo"], "error: --ratio 0.5 is not allowed: method='todo'"),
         (["--merging", "ratio=0.9"], "error: ratio=0.9 is not allowed"),  # as it was written
         (["--ratio", "0.5", "0.5000001"], "ratios 0.5 and 0.5000001 are the same"),
         (["--controlnet-ratio", "2"], "error: --controlnet-ratio 2.0 is not allowed: it must be a number"),

@@ -36,7 +36,7 @@ from ppdiffusers_tome.inference import (
     read_manifest,
 )
 from ppdiffusers_tome.inference.folder import ExportedFolder
-from ppdiffusers_tome.inference.paddle_runtime import SHAPE_FILE, Predictor
+from ppdiffusers_tome.inference.paddle_runtime import Predictor
 
 PADDLE2 = paddle.__version__.startswith("2.")
 TOLERANCE = 2e-5  # of images from 0 to 1 after two steps, because of oneDNN's rounding
@@ -403,8 +403,6 @@ def test_other_folders_and_classes_are_rejected(tmp_path, exported_folder):
         ("paddle", {"threads": True}, "threads=True"),
         ("paddle", {"precision": "int8"}, "precision='int8'"),
         ("paddle", {"precision": "fp16"}, "^precision='fp16' needs device='gpu'.*runtime='openvino' also in bf16"),
-        ("paddle", {"tensorrt": True}, "^tensorrt=True needs device='gpu'"),
-        ("paddle", {"tensorrt": "yes"}, "tensorrt='yes'"),
         ("onnxruntime", {"device": "gpu"}, "device='gpu'.*cuda"),
         ("onnxruntime", {"device": "cuda"}, "not in this build"),
         ("onnxruntime", {"device": "cpu:1"}, "device='cpu:1'"),
@@ -467,21 +465,13 @@ def test_onednn_is_off_if_it_failed_the_export(exported_folder, tmp_path):
         draw(load(folder))
 
 
-@pytest.mark.parametrize("tensorrt", [False, "tune", True])
-def test_gpu_settings_call_existing_methods(tensorrt, tmp_path, monkeypatch):
+def test_gpu_settings_call_existing_methods(monkeypatch):
     """Without a GPU: the methods exist under these names, called as in ppdiffusers' deploy/."""
     monkeypatch.setattr(paddle.device.cuda, "device_count", lambda: 2)
     config = mock.create_autospec(inference.Config, instance=True)
-    runtime = PaddleRuntime(device="gpu:1", tensorrt=tensorrt, precision="fp16")
-    if tensorrt is True:
-        with pytest.raises(ToMeExportError, match='tensorrt="tune"'):
-            paddle_runtime._for_gpu(config, runtime, tmp_path)
-        (tmp_path / SHAPE_FILE).write_text("")
-    paddle_runtime._for_gpu(config, runtime, tmp_path)
+    paddle_runtime._for_gpu(config, PaddleRuntime(device="gpu:1", precision="fp16"))
     config.enable_use_gpu.assert_called_with(2000, 1, inference.PrecisionType.Half)
-    assert config.collect_shape_range_info.called == (tensorrt == "tune")
-    assert config.enable_tensorrt_engine.called == config.enable_tuned_tensorrt_dynamic_shape.called
-    assert config.enable_tensorrt_engine.called == (tensorrt is True)
+    config.delete_pass.assert_called_with("auto_mixed_precision_pass")
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
@@ -490,7 +480,7 @@ def test_memory_is_optimized_unless_it_fails(device, name, tmp_path, monkeypatch
     """It fails with Paddle 3's programs, whatever the device."""
     monkeypatch.setattr(paddle.device.cuda, "device_count", lambda: 1)
     config = mock.create_autospec(inference.Config, instance=True)
-    paddle_runtime._configure(config, PaddleRuntime(device=device), tmp_path / name, is_unet=True)
+    paddle_runtime._configure(config, PaddleRuntime(device=device), tmp_path / name)
     assert config.enable_memory_optim.called == name.endswith(".pdmodel")
     assert config.enable_use_gpu.called == (device == "gpu")
 

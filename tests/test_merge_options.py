@@ -105,9 +105,9 @@ def test_values_in_a_text_that_are_not_allowed(text):
 
 def test_settings_are_checked_together_with_the_ratio():
     """sx=4 allows a ratio that 2×2 cells do not, and method=todo one alone."""
-    todo = "method=todo,use_rand"
+    todo = "method=todo"
     configs = merge_configs(parse("--ratio", "0.75", "0", "--merging", todo, is_single=True))
-    assert configs == [ToMeConfig(ratio, "todo", use_rand=True) for ratio in (0.75, 0)]
+    assert configs == [ToMeConfig(ratio, "todo") for ratio in (0.75, 0)]
     with pytest.raises(ToMeConfigError, match=r"--ratio 0\.5 is not allowed: method='todo'"):
         merge_configs(parse("--ratio", "0.5", "--merging", todo, is_single=True))
 
@@ -142,7 +142,7 @@ def test_all_commands_have_the_options(command, capsys):
         (["--merging", "merge_attn=keys"], "merge_attn='keys' is not allowed"),
         (["--merging", "merge_attn=kv"], "Pass method='kv' in its place"),
         (["--merging", "windw=8"], "'windw' is not a setting"),
-        (["--method", "todo", "--ratio", "0.5"], "ratio=0.5 is not allowed: method='todo'"),
+        (["--method", "todo", "--ratio", "0.5"], "--ratio 0.5 is not allowed: method='todo'"),
         (["--config", "/no/such.json"], "/no/such.json cannot be read as a settings file"),
     ],
 )

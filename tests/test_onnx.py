@@ -1,6 +1,7 @@
 """Exports as ONNX: they convert, and compute in ONNX Runtime and OpenVINO what eager computes."""
 
 import importlib
+import json
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from zoo.parts import ONE_DEPTH, ONE_LEVEL, SDXL, controlnet, image, unet
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeExportError, match_tokens, merge, unmerge
 from ppdiffusers_tome.attach.attach import attach
+from ppdiffusers_tome.attach.passes import gpu_form
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.generation.engine import load_engine
 from ppdiffusers_tome.generation.jobs import Job
@@ -39,12 +41,11 @@ from ppdiffusers_tome.inference import (
     tracing,
 )
 from ppdiffusers_tome.inference.conversion import Converter
-from ppdiffusers_tome.inference.cuda_graph import CudaGraphs
 from ppdiffusers_tome.inference.folder import ExportedFolder
-from ppdiffusers_tome.inference.onnx_gpu import gpu_program, half_program, halve, widen_heads
+from ppdiffusers_tome.inference.onnx_gpu import gpu_program, half_program, halve
 from ppdiffusers_tome.inference.onnx_programs import fused
-from ppdiffusers_tome.inference.onnx_runtime import OnnxProgram, _input_shapes
-from ppdiffusers_tome.inference.onnx_weights import OPTIMIZED, WEIGHTS_FOLDER, external_places, weight_offsets
+from ppdiffusers_tome.inference.onnx_runtime import PROVIDERS, OnnxProgram
+from ppdiffusers_tome.inference.onnx_weights import OPTIMIZED, WEIGHTS_FOLDER, external_places
 from ppdiffusers_tome.inference.runtime import FUSED_TOLERANCE, load_module
 
 PADDLE2 = paddle.__version__.startswith("2.")
@@ -340,58 +341,30 @@ def on_cpu(program, folder):
     )
 
 
-def test_programs_for_gpus_compute_the_same(own_folder):
-    """Merged heads of attention get channels, until their number is a multiple of 8."""
-    widened = {}  # number of operators, by program
+def test_programs_on_a_gpu_compute_the_same(own_folder):
+    """Also those for CPUs, with heads of two widths."""
     for path in unets_of(own_folder):
         expected = outputs_of(path)
         program = gpu_program(path)
         np.testing.assert_allclose(on_cpu(program, path.parent), expected, atol=1e-5)
-        operators = operators_of(program)
-        assert "MultiHeadAttention" in operators
-        widened[path.stem] = operators.count("Pad")
-    assert [name for name, count in widened.items() if count] == ["unet_40x32_0.5"]
+        assert "MultiHeadAttention" in operators_of(program)
 
 
-def test_half_programs_are_near_and_have_half_of_the_weights(own_folder):
-    sizes = []
-    for path in unets_of(own_folder):
-        (expected,) = outputs_of(path)
-        half = half_program(ExportedFolder(path.parent), path)
-        (actual,) = on_cpu(str(half), half.parent)
-        assert actual.dtype == np.float32
-        difference = np.sqrt(np.square(actual - expected).mean() / np.square(expected).mean())
-        assert 1e-5 < difference < 0.03
-        assert half_program(ExportedFolder(path.parent), path) == half
-        (weights,) = half.parent.glob("weights-*")
-        sizes.append(weights.stat().st_size)
-    written = (own_folder / "unet.weights").stat().st_size
-    assert 0.4 * written < sizes[0] < 0.7 * written
-    assert sizes[1] < 1.1 * sizes[0]
-
-
-@pytest.mark.parametrize("is_known", [True, False])
-def test_heads_are_widened_whatever_computes_them(is_known):
-    """41 channels in queries and keys, 40 in values; or a number that no shape shows."""
-    shape = "float[2,4,{}]" if is_known else "float[2,4,channels]"
-    q, v = (shape.format(2 * width) for width in (41, 40))
-    graph = onnx.parser.parse_graph(
-        f"main ({q} q, {q} k, {v} v) => ({v} out) "
-        "{ q1 = Identity(q) k1 = Identity(k) v1 = Identity(v) out = MultiHeadAttention(q1, k1, v1) }"
-    )
-    attention = graph.node.pop()
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)])
-    model = onnx.shape_inference.infer_shapes(model)  # which does not know the operator
-    attention.domain = "com.microsoft"
-    attention.attribute.append(onnx.helper.make_attribute("num_heads", 2))
-    model.graph.node.append(attention)
-    if not is_known:
-        with pytest.raises(ToMeExportError, match="the number of channels of q1 is unknown"):
-            widen_heads(model)
-        return
-    widen_heads(model)
-    operators = [node.op_type for node in model.graph.node]
-    assert operators.count("Pad") == 3 and operators[-3:] == ["Reshape", "Slice", "Reshape"]
+@pytest.mark.parametrize(("for_gpu", "merged"), [(False, (17, 17, 16)), (True, (24, 24, 24))])
+def test_heads_of_programs_for_gpus_have_one_width(for_gpu, merged, tmp_path, converter):
+    """A multiple of 8, as the kernels of fused attention need it."""
+    traceable = programs.denoiser(unet(**ONE_LEVEL), None)
+    attach(traceable.layer.unet, ToMeConfig(**ONNX_SETTINGS), None)
+    with gpu_form(for_gpu):
+        dims = {"latent_height": 16, "latent_width": 20, "tokens": TEXT}
+        saved = save(traceable, tmp_path, converter, dims, size=Size(32, 40))
+    path = tmp_path / saved.onnx
+    model = onnx.load_model_from_string(gpu_program(path))
+    names = [node.input[:3] for node in model.graph.node if node.op_type == "MultiHeadAttention"]
+    del model.graph.output[:]
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for three in names for name in three)
+    widths = [tokens.shape[-1] // 2 for tokens in on_cpu(model.SerializeToString(), path.parent)]  # of two heads
+    assert {*zip(*[iter(widths)] * 3, strict=True)} == {merged, (16, 16, 16)}  # self- and cross-attention
 
 
 def test_tokens_whose_squares_overflow_float16_merge_as_in_float32(tmp_path, converter):
@@ -444,6 +417,26 @@ def test_devices_choose_their_programs(own_folder, monkeypatch):
     assert isinstance(made[0][0], bytes) and "float16" in made[1][0]
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_slow"),
+    [
+        ({}, True),
+        ({"for_gpu": True}, False),
+        ({"merging": {"0.5": [{"ratio": 0.5, "method": "tomesd"}, None], "0": [None, None]}}, False),
+    ],
+)
+def test_an_export_for_cpus_is_a_warning_on_a_gpu(changes, is_slow, own_folder, monkeypatch, caplog):
+    """If an export for GPUs would be another one."""
+    folder = own_folder.parent
+    manifest = json.loads((folder / "tome.json").read_text(encoding="utf-8"))
+    (folder / "tome.json").write_text(json.dumps(manifest | changes), encoding="utf-8")
+    monkeypatch.setattr(load_module("onnxruntime"), "get_available_providers", lambda: [*PROVIDERS.values()])
+    load(folder, "onnxruntime")
+    assert "exported for CPUs" not in caplog.text
+    load(folder, "onnxruntime", device="cuda:1")
+    assert (f"{folder} was exported for CPUs" in caplog.text and "--for-gpu" in caplog.text) == is_slow
+
+
 def test_float16_in_a_folder_that_cannot_be_written_is_a_warning(own_folder, monkeypatch, caplog):
     """The weights are in memory then. CUDA's provider is not in the tests' build, so the session is the CPU's."""
     onnxruntime, path = load_module("onnxruntime"), unets_of(own_folder)[0]
@@ -465,32 +458,6 @@ def test_float16_in_a_folder_that_cannot_be_written_is_a_warning(own_folder, mon
     np.testing.assert_array_equal(output, from_file)
     assert abs(output - expected).mean() < 0.05 * abs(expected).mean()
     assert "optimized cannot be written" in caplog.text and "make the folder writable" in caplog.text
-
-
-def test_graphs_return_what_a_session_returns(own_folder):
-    """On the CPU, which records none: inputs of two shapes in turns, each with a session of its own."""
-    onnxruntime, path, opened = load_module("onnxruntime"), unets_of(own_folder)[0], []
-
-    def open_session(sizes):
-        options = onnxruntime.SessionOptions()
-        for name, size in sizes.items():
-            options.add_free_dimension_override_by_name(name, size)
-        opened.append(sizes)
-        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-    graphs = CudaGraphs(onnxruntime, open_session, _input_shapes(path), 0, device="cpu")
-    session, random = open_session({}), np.random.RandomState(0)
-    for batch in (1, 2, 1, 2):
-        shapes = {"sample": (batch, 4, 16, 20), "timestep": (1,), "encoder_hidden_states": (batch, TEXT, 32)}
-        arrays = {name: random.standard_normal(shape).astype("float32") for name, shape in shapes.items()}
-        (output,), (expected,) = graphs(arrays), session.run(None, arrays)
-        np.testing.assert_allclose(output, expected, atol=1e-5)
-    assert [sorted(sizes.values()) for sizes in opened] == [[], [1, 1, TEXT], [2, 2, TEXT]]
-
-
-def test_graphs_need_a_gpu():
-    with pytest.raises(ToMeConfigError, match="cuda_graph=True needs device='cuda', not 'cpu'"):
-        choose_runtime("onnxruntime", cuda_graph=True)
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(own_folder, caplog):
@@ -656,57 +623,7 @@ def test_openvino_compiles_for_the_first_shapes_and_once_for_all_others(onnx_fol
         for batch, call in calls:
             outputs = (tracing._arrays(result) for result in (call.result(), other(**{name: latents[batch]})))
             assert tracing.relative_difference(*outputs) < 1e-4
-    assert len(first._compiled._models) == 2 and None in first._compiled._models
-
-
-def test_openvino_programs_share_weights(onnx_folder, monkeypatch):
-    """All sizes, ratios and batches equal those of programs of their own, from constants that are there once."""
-    import openvino
-
-    compiled, compile_model = [], openvino.Core.compile_model
-
-    def watched(self, model, *arguments):
-        compiled.append(model)
-        return compile_model(self, model, *arguments)
-
-    monkeypatch.setattr(openvino.Core, "compile_model", watched)
-    separate, shared = (load(onnx_folder, "openvino", share_weights=share).unet for share in (False, True))
-    manifest = read_manifest(onnx_folder)
-    programs = manifest.programs_of("unet")
-    assert len(programs) > 1
-    for batch in (2, 1, 3):
-        for file in programs:
-            noise = paddle.randn([batch, 4, file.size.height // 2, file.size.width // 2])
-            text = paddle.randn([batch, 77, separate.config.cross_attention_dim])
-            separate.ratio = shared.ratio = file.ratio
-            expected, actual = (unet(noise, paddle.to_tensor([500.0]), text)[0] for unet in (separate, shared))
-            np.testing.assert_array_equal(actual.numpy(), expected.numpy())
-    joined = [model for model in compiled if any(one.get_friendly_name() == "index" for one in model.get_parameters())]
-    assert len(joined) == 2, "one for the first batch and one for any"
-    places = {constant.get_data().ctypes.data for constant in _large_constants(joined[0])}
-    assert len(places) == len({at for file in programs for at in float_offsets(onnx_folder / file.onnx)})
-
-
-def float_offsets(path):
-    """The offsets of the weights of an `.onnx` file, without indices: OpenVINO folds some of them."""
-    floats = {t.name for t in onnx.load(str(path)).graph.initializer if t.data_type == onnx.TensorProto.FLOAT}
-    return [at for name, at in weight_offsets(path).items() if name in floats]
-
-
-def _large_constants(model):
-    """The weights of a model and of the models within it."""
-    for operator in model.get_ops():
-        if operator.get_type_name() == "If":
-            for nth in range(2):
-                yield from _large_constants(operator.get_function(nth))
-        is_weight = operator.get_type_name() == "Constant" and operator.get_element_type().is_real()
-        if is_weight and operator.get_byte_size() >= 1024:
-            yield operator
-
-
-def test_programs_that_share_weights_stay(onnx_folder):
-    with pytest.raises(ToMeConfigError, match="max_programs and share_weights exclude each other"):
-        load(onnx_folder, "openvino", max_programs=1, share_weights=True)
+    assert len(first._compiled) == 2 and None in first._compiled
 
 
 def test_bf16_is_near_fp32(onnx_folder):

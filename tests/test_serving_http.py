@@ -610,21 +610,16 @@ def test_form_with_an_image(server):
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
-        (b"", 400, "its end is missing"),
+        (b"", 422, "image: it must be one file, and 0 were sent"),
         (b"no form", 400, "the form cannot be read"),
-        (PROMPT + FILE, 400, "its end is missing"),
-        (PROMPT + FILE[:-30], 400, "its end is missing"),
-        (PROMPT.replace(b"fox", b"\xff") + FILE + END, 400, "utf-8"),
-        (PROMPT.replace(b"prompt", b"\xff") + FILE + END, 400, "utf-8"),
-        (PROMPT.replace(b"; name=", b"; x=") + FILE + END, 400, "a part has no name"),
-        (PROMPT.replace(b"Content", 5000 * b"x") + FILE + END, 400, "header"),
+        (PROMPT.replace(b"; name=", b"; x=") + FILE + END, 400, '"name" must be provided'),
         (PROMPT + PROMPT + FILE + END, 422, "prompt: it is sent more than once"),
-        (b"".join(PROMPT.replace(b"prompt", b"%d" % number) for number in range(51)) + END, 413, "50 parts"),
-        (b"".join(51 * [FILE]) + END, 413, "50 parts"),
+        (b"".join(PROMPT.replace(b"prompt", b"%d" % number) for number in range(51)) + END, 400, "fields is 50"),
+        (b"".join(51 * [FILE]) + END, 400, "files is 50"),
         (PROMPT + END, 422, "image: it must be one file, and 0 were sent"),
         (PROMPT + FILE + FILE + END, 422, "image: it must be one file, and 2 were sent"),
         (PROMPT + FILE + FILE.replace(b'"image"', b'"image[]"') + END, 422, "2 were sent"),
-        (PROMPT + FILE.replace(b'; filename="a.png"', b"") + END, 400, "utf-8"),
+        (PROMPT + FILE.replace(b'; filename="a.png"', b"") + END, 422, "image: it must be one file, and 0 were sent"),
         (PROMPT + FILE + FILE.replace(b'"image"', b'"mask"') + END, 422, "mask: masks are not supported"),
         (PROMPT + FILE + PROMPT.replace(b"prompt", b"mask") + END, 422, "mask: masks are not supported"),
         (PROMPT + FILE + FILE.replace(b'"image"', b'"size"') + END, 422, "size: only the image is a file"),
@@ -662,18 +657,16 @@ def test_form_in_chunks(server):
     assert answer.status_code == 413 and answer.json()["error"]["code"] == "body_too_large"
 
 
-def test_form_whose_boundary_is_too_long(server):
-    headers = {"Content-Type": f"multipart/form-data; boundary={300 * 'x'}"}
-    assert server.post(EDITS, content=PROMPT + FILE + END, headers=headers).status_code == 400
-
-
-def test_files_of_a_form_stay_in_memory(monkeypatch):
-    """Starlette's parser would write this one to the disk."""
-    monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
+def test_form_with_a_large_file(monkeypatch, tmp_path):
+    """Above 1 MiB it is a temporary file while it is read."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (700, 700, 3), dtype=np.uint8))
     with serving() as server:
         answer = server.http.post(EDITS, data={"prompt": "fox"}, files={"image": png_file(noise)})
-    assert answer.status_code == 200 and len(png_file(noise)) > 2**20, answer.text
+        assert answer.status_code == 200 and len(png_file(noise)) > 2**20, answer.text
+        expected = noise.resize((64, 48), Image.Resampling.LANCZOS)
+        assert np.abs(np.asarray(server.engine.calls[-1][0].image, int) - np.asarray(expected, int)).max() <= 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_client_that_leaves_within_a_form(server, caplog):
@@ -757,35 +750,27 @@ def test_compressed_bodies_are_refused(server, path):
         assert server.post(OPENAI, content=b'{"prompt": "fox"}', headers=headers).status_code == 200
 
 
-SIZE = 16 * 2**20 - 100
-
-
 @pytest.mark.parametrize(
-    ("start", "unit", "end"),
+    ("path", "body", "status"),
     [
-        (b'{"init_images": [', b"0,", b"0]}"),
-        (b"[", b"[],", b"[]]"),
-        (b"", b'{"a":', b""),
-        (b'{"seed": ', b"9", b"}"),
-        (b'{"\xf0\x9f\x98\x80', b"a", b'": 1}'),
-        (b'{"prompt": "', b"\\u00e9", b'"}'),
-        (b'{"init_images": ["', b"AAAA", b'"]}'),
-        (b'{"styles": [' + 19_000 * b'"x",' + b'"', b"a", b'"]}'),
+        (OPENAI, b"{" + b",".join(b'"%d":0' % number for number in range(1_000_000)) + b"}", 413),
+        (IMAGE, b'{"init_images": [' + 8_000_000 * b"0," + b"0]}", 413),
+        (IMAGE, b"[" + 5_000_000 * b"[]," + b"[]]", 413),
+        (IMAGE, b'{"init_images": ["' + 16_000_000 * b"A" + b'"]}', 422),
     ],
-    ids=["zeros", "lists", "deep", "digits", "key", "escapes", "base64", "values"],
+    ids=["fields", "zeros", "lists", "base64"],
 )
-def test_large_bodies_are_cheap(start, unit, end):
-    """Three bodies of 16 MiB at once. Without limits, one of zeros took 7 GB and 75 s without an answer of /health."""
-    body = start + (SIZE - len(start) - len(end)) // len(unit) * unit + end
+def test_large_bodies_are_cheap(path, body, status):
+    """Three bodies of 10 to 16 MB at once. Without the limit, one of unknown fields takes 17 s and 1.3 GB."""
     process, peak = psutil.Process(), 0
     with serving() as server, ThreadPoolExecutor(3) as pool:
         before = process.memory_info().rss
         begin = process_time()  # the processor's time, which other processes do not change
-        answers = [pool.submit(server.post, IMAGE, content=body, headers=JSON_HEADER) for _ in range(3)]
+        answers = [pool.submit(server.post, path, content=body, headers=JSON_HEADER) for _ in range(3)]
         while not all(answer.done() for answer in answers):
             assert server.http.get("/health").status_code == 200
             peak = max(peak, process.memory_info().rss)
-        assert {answer.result().status_code for answer in answers} <= {400, 413, 422}
+        assert {answer.result().status_code for answer in answers} == {status}
         assert all(len(answer.result().content) < 500 for answer in answers)
     assert process_time() - begin < 15 and peak - before < 3 * 300 * 2**20
 

@@ -50,6 +50,8 @@ class AttentionView:
         unmerged: paddle.Tensor | None,
     ) -> None:
         self._layer, self._placement, self._plan = layer, placement, plan.keys
+        processor = placement.family.attention.processor
+        self._processor = type(layer if processor is None else getattr(layer, processor)).__name__
         self._given, self._unmerged = given, unmerged
         self._names = placement.family.attention.image
         has_text = placement.facts.text is not None  # whose tokens do not merge
@@ -87,7 +89,7 @@ class AttentionView:
 
     def check(self) -> None:
         """Raise ToMePassError if the processor has computed without the merged keys, or without their sizes."""
-        name, remedy = type(self._layer.processor).__name__, "set another attention processor, or use"
+        name, remedy = self._processor, "set another attention processor, or use"
         if self._unmerged is not None and self._merged_projections != 2:
             raise ToMePassError(
                 f"{self._method}: {name} has not called {self._names.k} and {self._names.v} of the layer that it was "
@@ -126,7 +128,7 @@ class AttentionView:
         if differs and (self._unmerged is not None or self._needs_sizes):
             raise ToMePassError(
                 f"{self._method}, proportional={self._placement.config.proportional}: "
-                f"{type(self._layer.processor).__name__} computes keys or values from {shape[1]} tokens of {shape[0]} "
+                f"{self._processor} computes keys or values from {shape[1]} tokens of {shape[0]} "
                 f"images, but was given {expected[1]} of {expected[0]}: set another attention processor, or use "
                 'method="tomesd".'
             )
@@ -138,7 +140,7 @@ class AttentionView:
         self._merged_projections += 1
         if self._merged is None or self._merged[0] is not tokens:
             if tokens is not self._given and self._given is not self._unmerged:
-                name = type(self._layer.processor).__name__
+                name = self._processor
                 raise ToMePassError(
                     f"{self._method}: {name} computes keys or values from other tokens than those it was given: set "
                     'another attention processor, or use method="symmetric".'

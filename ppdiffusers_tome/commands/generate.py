@@ -13,6 +13,7 @@ from ..generation.offline import generate, model_hash
 from ..generation.prompt_file import read_prompts
 from ..inference.loading import read_defaults
 from ..inference.manifest import Manifest, parse_size, read_manifest
+from ..inference.runtime import is_gpu
 from .image_options import (
     add_options,
     add_runtime_options,
@@ -23,7 +24,6 @@ from .image_options import (
     runtime_settings,
     step_settings,
     threads,
-    uses_gpu,
 )
 
 
@@ -57,7 +57,7 @@ def _generate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     ratio = defaults.ratio
     print(f"{manifest.name}, ratio {ratio:g}" + (f": {manifest.methods[ratio]}" if manifest.methods[ratio] else ""))
     prompts = read_prompts(options.prompts, defaults, limits)
-    with open_image_backend(options, gpu=uses_gpu(options)) as make_backend:
+    with open_image_backend(options, gpu=is_gpu(options.device)) as make_backend:
         settings = runtime_settings(manifest, options)
         backend = make_backend(partial(load_engine, model, expected=manifest, threads=load_threads, **settings))
         identity = model_hash(model, {name: settings[name] for name in ("runtime", "device", "precision")})

@@ -38,10 +38,9 @@ def add_runtime_options(command: argparse.ArgumentParser) -> None:
     option = command.add_argument
     default = "onnxruntime; paddle with --device gpu, or if the export has no ONNX programs"
     option("--runtime", choices=RUNTIMES, help=f"what runs the programs (default: {default})")
-    option("--device", default="cpu", help="cpu or gpu; of onnxruntime: cpu, cuda, tensorrt (default: %(default)s)")
+    option("--device", default="cpu", help="cpu or gpu; of onnxruntime: cpu, cuda (default: %(default)s)")
     option("--precision", default="fp32", help="bf16 in openvino, fp16 or bf16 on GPUs (default: %(default)s)")
     option("--max-programs", type=int, help="largest number of the UNet's programs in memory (default: all in use)")
-    option("--share-weights", action="store_true", help="of openvino: all programs of the UNet share its weights")
     option("--no-verify", dest="verify", action="store_false", help="do not check the weights against their hashes")
 
 
@@ -49,7 +48,7 @@ def runtime_settings(manifest: Manifest, options: argparse.Namespace) -> dict[st
     """Arguments of `load_pipeline` and `load_engine` for an exported folder, except the threads."""
     settings = {name: getattr(options, name) for name in ("device", "precision", "verify", "max_programs")}
     settings["runtime"] = options.runtime or default_runtime(manifest, options.device)
-    return settings | ({"share_weights": True} if options.share_weights else {})
+    return settings
 
 
 @contextmanager
@@ -87,11 +86,6 @@ def check_runtime(manifest: Manifest, options: argparse.Namespace) -> None:
     settings["threads"] = options.threads
     with naming_options():  # now and not when the model loads
         choose_runtime(**{name: value for name, value in settings.items() if name not in ("verify", "max_programs")})
-
-
-def uses_gpu(options: argparse.Namespace) -> bool:
-    """Whether the programs run on a GPU, as far as the device's name says so."""
-    return options.device.startswith(("gpu", "cuda", "tensorrt"))
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

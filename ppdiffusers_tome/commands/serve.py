@@ -19,6 +19,7 @@ from ..errors import ToMeConfigError, ToMeError, install_command
 from ..generation.jobs import Job, Limits
 from ..inference import Manifest, parse_size, read_manifest
 from ..inference.loading import read_defaults
+from ..inference.runtime import is_gpu
 from ..serving.app_config import KEY_VARIABLE, LOCAL_HOSTS, AppConfig, dns_name
 from .image_options import (
     add_runtime_options,
@@ -28,7 +29,6 @@ from .image_options import (
     naming_options,
     runtime_settings,
     step_settings,
-    uses_gpu,
 )
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def _open_engines(
 
     listen(options.host, options.port).close()  # now and not when Ray has started
     _, max_engines = replicas(options)
-    cpus, gpus = options.replica_cpus, 1.0 if uses_gpu(options) else 0.0
+    cpus, gpus = options.replica_cpus, 1.0 if is_gpu(options.device) else 0.0
     if cpus is None:
         cpus = max(1.0, usable_cores() / max_engines) if options.ray_address is None else 1.0
     if not cpus >= 0.01:

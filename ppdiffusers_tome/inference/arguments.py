@@ -35,12 +35,14 @@ def default_format() -> str:
 
 
 def make_configs(ratios: Iterable[float] | float | None, settings: Mapping[str, Any]) -> list[ToMeConfig] | None:
-    """A config for each ratio, with these settings; None without ratios.
+    """A config for each ratio, with these settings. Without ratios that of a method that is named, or None.
 
     Raises:
-        ToMeConfigError: a value is not allowed, or there are settings but no ratios.
+        ToMeConfigError: a value is not allowed, or there are settings but neither ratios nor a method.
     """
     if ratios is None:
+        if "method" in settings:
+            return [ToMeConfig(**settings)]
         if settings:
             raise ToMeConfigError(f"{', '.join(settings)} cannot be set without ratios: pass ratios as well.")
         return None

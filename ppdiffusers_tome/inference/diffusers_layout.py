@@ -64,68 +64,6 @@ TEXT_CONFIG = (  # the entries of transformers' CLIPTextConfig
     "bos_token_id",
     "eos_token_id",
 )
-README = Template("""\
-# $name, $ratio
-
-$class_name as $kind models for images of $size px, written by ppdiffusers_tome $version.
-$merging
-Neither that package nor Paddle is needed to run them. The size is fixed; the batch size is not.
-
-$form
-
-$snippets
-""")
-OPTIMUM = """\
-With [Optimum](https://github.com/huggingface/optimum-onnx) (`pip install optimum-onnx onnxruntime`):
-
-```python
-from optimum.onnxruntime import ORT$class_name
-
-pipe = ORT$class_name.from_pretrained("$folder")
-image = pipe($arguments).images[0]
-```
-"""
-OPTIMUM_INTEL = """\
-With [optimum-intel](https://github.com/huggingface/optimum-intel) (`pip install optimum-intel[openvino]`). Dynamic
-shapes would undo the fixed size:
-
-```python
-from optimum.intel import OV$class_name
-
-pipe = OV$class_name.from_pretrained("$folder", ${from_onnx}dynamic_shapes=False)
-image = pipe($arguments).images[0]
-```
-"""
-GENAI = """\
-With [OpenVINO GenAI](https://github.com/openvinotoolkit/openvino.genai) (`pip install openvino-genai`), also in C++
-and JavaScript:
-
-```python
-import openvino_genai
-
-pipe = openvino_genai.$genai_class("$folder", "CPU")
-image = pipe.generate($genai_arguments, height=$height, width=$width).data[0]  # [height, width, 3], uint8
-```
-$tokenizers"""
-ONNX_RUNTIME = """\
-With ONNX Runtime alone, one model at a time:
-
-```python
-import onnxruntime
-
-unet = onnxruntime.InferenceSession("$folder/unet/model.onnx")
-(noise,) = unet.run(["out_sample"], {"sample": latents, "timestep": timestep, "encoder_hidden_states": text})
-```
-"""
-CONVERT = """
-The tokenizers are not converted yet, because `transformers` and `openvino-tokenizers` were not installed. Convert them
-once, in an environment without ppdiffusers, which needs older packages:
-
-```bash
-pip install openvino-tokenizers[transformers]
-$commands
-```
-"""
 PASSED = ("force_zeros_for_empty_prompt", "requires_aesthetics_score")  # arguments of SDXL's pipelines
 
 
@@ -280,7 +218,7 @@ def write_layout(
     method = method_in_words(config) if config else "plain"
     about = {"version": __version__, "size": str(size), "ratio": ratio, "method": method}
     _write_json(folder / "model_index.json", _model_index(pipe) | {MARK: about})
-    (folder / "README.md").write_text(_readme(layout, pipe, about, "vae_encoder" in files), encoding="utf-8")
+    (folder / "README.md").write_text(_readme(layout, pipe, about), encoding="utf-8")
 
 
 def text_encoders(pipe: DiffusionPipeline) -> list[str]:
@@ -424,17 +362,13 @@ def _convert_model(part: Path) -> None:
 
 def _convert_tokenizers(folder: Path) -> None:
     """Write the tokenizers as OpenVINO models too, if the packages for that are installed."""
-    if not _has_tokenizers():
+    if not all(importlib.util.find_spec(name) for name in ("transformers", "openvino_tokenizers")):
         return
     transformers, converter = (importlib.import_module(name) for name in ("transformers", "openvino_tokenizers"))
     for path in sorted(folder.glob("tokenizer*")):
         tokenizer = transformers.CLIPTokenizerFast.from_pretrained(str(path))
         model = converter.convert_tokenizer(tokenizer, with_detokenizer=False)
         load_module("openvino").save_model(model, str(path / "openvino_tokenizer.xml"))
-
-
-def _has_tokenizers() -> bool:
-    return all(importlib.util.find_spec(name) for name in ("transformers", "openvino_tokenizers"))
 
 
 def _config(model: str, pipe: DiffusionPipeline, size: Size, has_encoder: bool) -> dict[str, Any]:
@@ -489,65 +423,23 @@ def _model_index(pipe: DiffusionPipeline) -> dict[str, Any]:
     return index | none | {"requires_safety_checker": False}
 
 
-def _readme(layout: DiffusersLayout, pipe: DiffusionPipeline, about: Mapping[str, Any], has_encoder: bool) -> str:
+def _readme(layout: DiffusersLayout, pipe: DiffusionPipeline, about: Mapping[str, Any]) -> str:
     """The contents of the folder's README.md."""
     class_name, ratio = type(pipe).__name__, ratio_name(about["ratio"])
     width, height = about["size"].split("x")
-    arguments, sides = '"a prompt"', f"height={height}, width={width}"
-    genai_class, genai_arguments = "Text2ImagePipeline", arguments
-    if "Img2Img" in class_name:
-        arguments = f"{arguments}, image=image"  # which has the size
-        genai_class, genai_arguments = "Image2ImagePipeline", '"a prompt", image'
-    elif "Inpaint" in class_name:
-        arguments = f"{arguments}, image=image, mask_image=mask, {sides}"
-        genai_class, genai_arguments = "InpaintingPipeline", '"a prompt", image, mask'
-    else:
-        arguments = f"{arguments}, {sides}"
-    if layout.format == "openvino":
-        kind, form = "OpenVINO", "Attention is computed step by step; OpenVINO fuses it."
-        snippets = [OPTIMUM_INTEL, *([GENAI] if "text_encoder" in text_encoders(pipe) else [])]  # not SDXL's refiner
-    elif layout.runtime == "onnxruntime":
-        kind, snippets = "ONNX", [OPTIMUM, ONNX_RUNTIME]
-        form = (
-            "Attention is one operator of ONNX Runtime (`--for onnxruntime`), which is faster there. OpenVINO cannot "
-            "load\nthese models: export them without `--for` for it."
-        )
-    else:
-        kind, snippets = "ONNX", [OPTIMUM, OPTIMUM_INTEL, ONNX_RUNTIME]
-        form = (
-            "Attention is computed step by step (`--for openvino`, the default): OpenVINO fuses it. ONNX Runtime runs "
-            "these\nmodels too; it is faster with `--for onnxruntime`. For OpenVINO GenAI, export with "
-            "`--format openvino`."
-        )
-    if has_encoder and class_name.endswith("DiffusionPipeline"):
-        image_to_image = class_name.replace("Pipeline", "Img2ImgPipeline")
-        form += f"\n\nThe folder has the VAE's encoder: `{image_to_image}` loads it too."
-    tokenizers = [name for name in ("tokenizer", "tokenizer_2") if vars(pipe).get(name) is not None]
-    commands = "\n".join(f"convert_tokenizer $folder/{name} --output $folder/{name}" for name in tokenizers)
-    convert = "" if _has_tokenizers() else CONVERT.replace("$commands", commands)
+    sides = f"height={height}, width={width}"
+    arguments = {"Img2Img": "image=image", "Inpaint": f"image=image, mask_image=mask, {sides}"}
     merged = f"Token merging is part of the UNet: ratio {ratio}, {about['method']}."
-    return README.substitute(
+    template = Path(__file__).with_name(f"readme_{layout.format}.md").read_text(encoding="utf-8")
+    return Template(template).substitute(
         name=Path(pipe.config.get("_name_or_path") or class_name).name,
-        ratio=f"merged at ratio {ratio}" if about["ratio"] else "plain",
         class_name=class_name,
-        kind=kind,
-        size=about["size"],
         version=about["version"],
+        width=width,
+        height=height,
         merging=merged if about["ratio"] else "Nothing merges in the UNet: it is plain.",
-        form=form,
-        snippets="\n".join(
-            Template(snippet.replace("$tokenizers", convert)).substitute(
-                class_name=class_name,
-                folder="FOLDER",
-                arguments=arguments,
-                genai_class=genai_class,
-                genai_arguments=genai_arguments,
-                height=height,
-                width=width,
-                from_onnx="from_onnx=True, " if layout.format == "onnx" else "",
-            )
-            for snippet in snippets
-        ).rstrip(),
+        runtime=layout.runtime,
+        arguments=next((given for kind, given in arguments.items() if kind in class_name), sides),
     )
 
 

@@ -13,6 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from ..config import ToMeConfig, upgraded
 from ..errors import ParameterError, ToMeConfigError, ToMeExportError
+from ..methods import METHODS
 from ..wording import method_in_words
 from .folder import ONNX_WEIGHTS, ExportedFolder, FileFacts
 from .replacement import earlier_folder
@@ -172,6 +173,12 @@ class Manifest:
     def exported(self, ratio: Any) -> float:
         """The exported ratio that is the same as `ratio`; ToMeConfigError if there is none."""
         return find_ratio(ratio, self.ratios)
+
+    @property
+    def suits_gpu(self) -> bool:
+        """Whether an export for GPUs would not be faster on a GPU than this one."""
+        configs = [config for pair in self.merging.values() for config in pair if config is not None]
+        return self.for_gpu or not any(METHODS[config.method].differs_on_gpu(config) for config in configs)
 
     @property
     def controlnet(self) -> bool:

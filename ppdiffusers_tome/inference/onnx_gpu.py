@@ -1,21 +1,24 @@
-"""Change ONNX programs for GPUs: attention in a form that their kernels can fuse, and float16 on request."""
+"""Change ONNX programs for GPUs: fused attention, and float16 on request.
+
+The kernels of fused attention need heads of one width, a multiple of 8. In a program that was exported for CPUs the
+heads of queries and keys have one more channel, for the sizes of merged tokens. ONNX Runtime then computes attention
+step by step: the results are the same, but it is half as fast, and at 1024 px in four times the memory.
+"""
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, numpy_helper
 from onnx.external_data_helper import uses_external_data
 
-from ..errors import ToMeExportError
 from .folder import ExportedFolder
 from .onnx_cache import cached
-from .onnx_programs import Graph, casts, drop_unused, fuse_attention, rewrite
+from .onnx_programs import casts, drop_unused, fuse_attention, rewrite
 from .onnx_weights import ALIGNMENT, IN_MEMORY, SharedWeights, external_places, set_places
 
-HEAD_CHANNELS = 8  # the kernels of fused attention need a multiple of it
 # Comparisons decide which tokens merge. They stay in float32, and so do the nodes between ROUNDED nodes and them.
 # Otherwise one kernel compares a similarity that another has rounded, and more tokens merge than have room.
 COMPARING = ("TopK", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal")
@@ -74,82 +77,7 @@ def _fused(path: Path) -> onnx.ModelProto:
     # Types are inferred first: those behind an operator of ONNX Runtime could not be.
     model = onnx.shape_inference.infer_shapes(onnx.load(str(path), load_external_data=False))
     fuse_attention(model)
-    widen_heads(model)
     return model
-
-
-def widen_heads(model: onnx.ModelProto) -> None:
-    """Pad the heads of fused attention with zeros, so that queries, keys and values have the same number of channels.
-
-    A head has one more channel in queries and keys for the sizes of merged tokens. With that number of channels ONNX
-    Runtime computes attention step by step on a GPU: half as fast, and in four times the memory at 1024 px.
-
-    Args:
-        model: a program with the shapes of its values; it is changed.
-
-    Raises:
-        ToMeExportError: the number of channels of a head is unknown.
-    """
-    graph, weights = Graph(model), model.graph.initializer
-    shapes = {value.name: value.type.tensor_type.shape.dim for value in (*model.graph.value_info, *model.graph.input)}
-
-    def constant(values: Iterable[int]) -> str:
-        weights.append(numpy_helper.from_array(np.array([*values], "int64"), f"widened.{len(weights)}"))
-        return weights[-1].name
-
-    def last_size(name: str) -> int:
-        """Size of a value's last axis; 0 if unknown."""
-        if name in graph.weights:
-            return graph.weights[name].dims[-1]
-        if (shape := shapes.get(name)) and shape[-1].dim_value:
-            return int(shape[-1].dim_value)
-        node = graph.maker(name, "Add", "Mul")
-        if node is not None and node.op_type == "MatMul":
-            return last_size(node.input[1])
-        is_reshape = node is not None and node.op_type == "Reshape"
-        values = graph.constant(node.input[1] if node is not None and is_reshape else name)
-        if values is None:
-            return 0
-        return max(int(values.reshape([-1])[-1]), 0) if is_reshape else values.shape[-1]
-
-    def channels(name: str) -> int:
-        """Number of channels of a [B, N, C] value."""
-        if size := last_size(name):
-            return size
-        raise ToMeExportError(
-            f"the number of channels of {name} is unknown, so its attention cannot be fused on a GPU: export the "
-            "model again with this release."
-        )
-
-    def widened(node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        if node.op_type != "MultiHeadAttention":
-            return [node]
-        heads = next(a.i for a in node.attribute if a.name == "num_heads")
-        widths = [channels(name) // heads for name in node.input[:3]]
-        wide = -(-max(widths) // HEAD_CHANNELS) * HEAD_CHANNELS
-        if widths == [wide] * 3:
-            return [node]
-        nodes, output, values = [], node.output[0], widths[2]
-        for number, (name, width) in enumerate(zip(node.input[:3], widths, strict=True)):
-            if width < wide:
-                split, padded, joined = (f"{output}.{number}.{step}" for step in ("split", "padded", "joined"))
-                nodes += [
-                    helper.make_node("Reshape", [name, constant([0, 0, heads, width])], [split]),
-                    helper.make_node("Pad", [split, constant([0] * 7 + [wide - width])], [padded]),
-                    helper.make_node("Reshape", [padded, constant([0, 0, heads * wide])], [joined]),
-                ]
-                node.input[number] = joined
-        wide_output, split, narrow = (f"{output}.{step}" for step in ("wide", "split", "narrow"))
-        node.output[0] = wide_output
-        return [
-            *nodes,
-            node,
-            helper.make_node("Reshape", [wide_output, constant([0, 0, heads, wide])], [split]),
-            helper.make_node("Slice", [split, constant([0]), constant([values]), constant([3])], [narrow]),
-            helper.make_node("Reshape", [narrow, constant([0, 0, heads * values])], [output]),
-        ]
-
-    rewrite(model, widened)
 
 
 def halve(model: onnx.ModelProto) -> onnx.ModelProto:

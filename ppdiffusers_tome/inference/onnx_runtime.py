@@ -14,7 +14,6 @@ import numpy as np
 import paddle
 
 from ..errors import ToMeConfigError, ToMeError, ToMeExportError
-from .cuda_graph import CudaGraphs
 from .folder import ExportedFolder
 from .manifest import ProgramFile
 from .onnx_weights import IN_MEMORY, OPTIMIZED, WEIGHTS_FOLDER, weight_files
@@ -25,7 +24,6 @@ _memory_lock = threading.Lock()  # of `_share_memory`, which ONNX Runtime refuse
 PROVIDERS = {  # device → ONNX Runtime's name
     "cpu": "CPUExecutionProvider",
     "cuda": "CUDAExecutionProvider",
-    "tensorrt": "TensorrtExecutionProvider",
     "openvino": "OpenVINOExecutionProvider",
 }
 
@@ -35,12 +33,10 @@ class OnnxRuntime(Runtime):
     """ONNX Runtime.
 
     Args:
-        device: the execution provider: "cpu"; with another build of ONNX Runtime "cuda", "tensorrt" (or "cuda:1" for
-            the second GPU) or "openvino". "cpu" is tested, and the programs of "cuda" have run on a GPU.
+        device: the execution provider: "cpu"; with another build of ONNX Runtime "cuda" (or "cuda:1" for the second
+            GPU) or "openvino". "cpu" is tested, and the programs of "cuda" have run on a GPU.
         threads: as in `Runtime`.
         precision: "fp32"; with device="cuda" also "fp16".
-        cuda_graph: with device="cuda", launch all kernels of a pass at once: faster for small images, in more memory.
-            Passes of one program wait for one another. Each size of batch has its own copy of the weights.
 
     Raises:
         ToMeConfigError: a value is not allowed, or this build of ONNX Runtime does not have the provider.
@@ -48,21 +44,18 @@ class OnnxRuntime(Runtime):
     """
 
     format = "onnx"
-    cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         kind, _, index = str(self.device).partition(":")
-        if kind not in PROVIDERS or (index and not (kind in ("cuda", "tensorrt") and index.isdecimal())):
+        if kind not in PROVIDERS or (index and not (kind == "cuda" and index.isdecimal())):
             names = ", ".join(PROVIDERS)
-            raise ToMeConfigError(f"device={self.device!r} is not allowed: it must be {names}, cuda:N or tensorrt:N.")
+            raise ToMeConfigError(f"device={self.device!r} is not allowed: it must be {names} or cuda:N.")
         if self.precision not in (("fp32", "fp16") if kind == "cuda" else ("fp32",)):
             raise ToMeConfigError(
                 f"precision={self.precision!r} is not allowed: ONNX Runtime computes in fp32 here, and on "
                 "device='cuda' also in fp16."
             )
-        if self.cuda_graph and kind != "cuda":
-            raise ToMeConfigError(f"cuda_graph=True needs device='cuda', not {self.device!r}: leave it out.")
         available = load_module("onnxruntime").get_available_providers()
         if PROVIDERS[kind] not in available:
             raise ToMeConfigError(
@@ -102,39 +95,25 @@ class OnnxProgram(Program):
     def __init__(
         self, path: Path, runtime: OnnxRuntime, folder: ExportedFolder | None = None, names: Sequence[str] = ()
     ) -> None:
-        self._graphs: CudaGraphs | None = None
-
-        def open_session(sizes: dict[str, int]) -> Any:
-            with nullcontext() if folder is None else folder.reading(names):
-                return _open_session(path, runtime, folder, sizes)
-
-        if runtime.cuda_graph:
-            shapes = _input_shapes(path)
-            self._graphs = CudaGraphs(load_module("onnxruntime"), open_session, shapes, runtime.index)
-            self.inputs = [*shapes]
-        else:
-            self._session = open_session({})
-            self.inputs = [value.name for value in self._session.get_inputs()]
+        with nullcontext() if folder is None else folder.reading(names):
+            self._session = _open_session(path, runtime, folder)
+        self.inputs = [value.name for value in self._session.get_inputs()]
 
     def __call__(self, **inputs: paddle.Tensor) -> list[paddle.Tensor]:
         arrays = {name: np.ascontiguousarray(inputs[name].numpy()) for name in self.inputs}
-        outputs = self._session.run(None, arrays) if self._graphs is None else self._graphs(arrays)
-        return [paddle.to_tensor(output) for output in outputs]
+        return [paddle.to_tensor(output) for output in self._session.run(None, arrays)]
 
 
-def _open_session(path: Path, runtime: OnnxRuntime, folder: ExportedFolder | None, sizes: dict[str, int]) -> Any:
-    """A session of a program, with sizes for some of its open dimensions."""
+def _open_session(path: Path, runtime: OnnxRuntime, folder: ExportedFolder | None) -> Any:
+    """A session of a program."""
     onnxruntime = load_module("onnxruntime")
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors
     options.intra_op_num_threads = runtime.cores()
-    for name, size in sizes.items():
-        options.add_free_dimension_override_by_name(name, size)
     settings: dict[str, Any] = {"device_id": runtime.index} if runtime.index else {}
-    if runtime.kind == "cuda":
-        settings |= {"enable_cuda_graph": "1"} if runtime.cuda_graph else {}
+    if runtime.precision == "fp16":
         # Convolutions with channels last: 1.07 to 1.15 times as fast in float16 on an H100 (benchmarks/gpu_onnx.md).
-        settings |= {"prefer_nhwc": "1"} if runtime.precision == "fp16" else {}
+        settings["prefer_nhwc"] = "1"
     provider = PROVIDERS[runtime.kind]
     try:
         program, weights = _program(path, runtime, folder, options)
@@ -152,15 +131,6 @@ def _open_session(path: Path, runtime: OnnxRuntime, folder: ExportedFolder | Non
             "libraries."
         )
     return session
-
-
-def _input_shapes(path: Path) -> dict[str, list[int | str]]:
-    """The shapes of a program's inputs, with the names of dimensions that it leaves open."""
-    onnx = load_module("onnx")
-    inputs = onnx.load(str(path), load_external_data=False).graph.input
-    return {
-        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in inputs
-    }
 
 
 def _program(

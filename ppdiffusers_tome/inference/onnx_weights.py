@@ -129,12 +129,3 @@ def weight_files(path: Path) -> list[str]:
 
     graph = onnx.load(str(path), load_external_data=False).graph
     return sorted({places["location"] for t in graph.initializer if (places := external_places(t))})
-
-
-def weight_offsets(path: Path) -> dict[str, int]:
-    """The offsets of the weights of an `.onnx` file in its file of weights, by name."""
-    import onnx
-
-    graph = onnx.load(str(path), load_external_data=False).graph
-    places = {t.name: external_places(t) for t in graph.initializer}
-    return {name: int(place["offset"]) for name, place in places.items() if "offset" in place}

@@ -15,17 +15,7 @@ from .folder import ExportedFolder
 from .manifest import ProgramFile
 from .runtime import Program, Runtime, error_summary, is_accurate
 
-SHAPE_FILE = "shape_range_info.pbtxt"  # written beside a program by tensorrt="tune", as in ppdiffusers' deploy/
 PRECISIONS = {"fp32": "Float32", "fp16": "Half", "bf16": "Bfloat16"}
-# Passes that ppdiffusers' deploy/ removes for every diffusion model on a GPU.
-GPU_PASSES_OFF = (
-    "trt_prompt_tuning_embedding_eltwise_layernorm_fuse_pass",
-    "add_support_int8_pass",
-    "auto_mixed_precision_pass",
-    "elementwise_groupnorm_act_pass",
-    "groupnorm_act_pass",
-    "preln_elementwise_groupnorm_act_pass",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +29,6 @@ class PaddleRuntime(Runtime):
         onednn: use oneDNN's kernels on the CPU, which are several times faster. None: on for `.pdmodel` programs that
             passed the export's oneDNN check, off for Paddle 3's `.json`, with which it crashes (Paddle #77340) or is
             inaccurate.
-        tensorrt: run the UNet with TensorRT (GPU): "tune" records the shapes of a first image, True uses them.
         optimize: let Paddle fuse operators. Without fusion a program on the CPU rounds as eager does, and is slower.
 
     The GPU settings follow ppdiffusers' deploy/ and Paddle's documentation and have not been tested.
@@ -50,7 +39,6 @@ class PaddleRuntime(Runtime):
 
     format = "paddle"
     onednn: bool | None = None
-    tensorrt: bool | str = False
     optimize: bool = True
 
     def __post_init__(self) -> None:
@@ -60,15 +48,11 @@ class PaddleRuntime(Runtime):
             raise ToMeConfigError(f'device={self.device!r} is not allowed: it must be "cpu", "gpu" or "gpu:N".')
         if self.precision not in PRECISIONS:
             raise ToMeConfigError(f"precision={self.precision!r} is not allowed: it must be one of {[*PRECISIONS]}.")
-        if self.tensorrt not in (True, False, "tune"):
-            raise ToMeConfigError(f'tensorrt={self.tensorrt!r} is not allowed: it must be True, False or "tune".')
         if kind == "cpu" and self.precision != "fp32":
             raise ToMeConfigError(
                 f"precision={self.precision!r} needs device='gpu': on a CPU, Paddle Inference runs in fp32, and "
                 "runtime='openvino' also in bf16."
             )
-        if kind == "cpu" and self.tensorrt:
-            raise ToMeConfigError(f"tensorrt={self.tensorrt!r} needs device='gpu'.")
         if kind == "gpu" and self.onednn:
             raise ToMeConfigError("onednn=True needs device='cpu': oneDNN has CPU kernels only.")
         gpus = paddle.device.cuda.device_count()
@@ -121,7 +105,7 @@ class Predictor(Program):
         with folder.reading([str(file.program), str(file.params)]):
             try:
                 config = inference.Config(str(program), str(folder.path / str(file.params)))
-                _configure(config, runtime, program, file.model == "unet")
+                _configure(config, runtime, program)
                 self._predictor = inference.create_predictor(config)
             except ToMeError:
                 raise
@@ -160,8 +144,8 @@ def _check_process() -> None:
         )
 
 
-def _configure(config: Any, runtime: PaddleRuntime, program: Path, is_unet: bool) -> None:
-    """Set what the runtime asks for; TensorRT is for the UNet."""
+def _configure(config: Any, runtime: PaddleRuntime, program: Path) -> None:
+    """Set what the runtime asks for."""
     config.disable_glog_info()
     config.switch_ir_optim(runtime.optimize)
     if program.suffix != ".json":  # it fails with Paddle 3's programs, on every device
@@ -169,7 +153,7 @@ def _configure(config: Any, runtime: PaddleRuntime, program: Path, is_unet: bool
     if runtime.gpu is None:
         _for_cpu(config, runtime)
     else:
-        _for_gpu(config, runtime, program.parent if is_unet else None)
+        _for_gpu(config, runtime)
 
 
 def _for_cpu(config: Any, runtime: PaddleRuntime) -> None:
@@ -182,26 +166,7 @@ def _for_cpu(config: Any, runtime: PaddleRuntime) -> None:
         config.disable_mkldnn()  # on by default
 
 
-def _for_gpu(config: Any, runtime: PaddleRuntime, tensorrt_folder: Path | None) -> None:
+def _for_gpu(config: Any, runtime: PaddleRuntime) -> None:
     precision = getattr(inference.PrecisionType, PRECISIONS[runtime.precision])
     config.enable_use_gpu(2000, runtime.gpu, precision)  # initial size of the memory pool, MB
-    for name in GPU_PASSES_OFF:
-        config.delete_pass(name)
-    if tensorrt_folder is None or not runtime.tensorrt:
-        return
-    shapes = tensorrt_folder / SHAPE_FILE
-    if runtime.tensorrt == "tune":
-        config.collect_shape_range_info(str(shapes))
-        config.switch_ir_optim(False)
-        return
-    if not shapes.is_file():
-        raise ToMeExportError(
-            f'{shapes} does not exist: load once with tensorrt="tune" and generate an image at each size and batch '
-            "size in use."
-        )
-    config.enable_tensorrt_engine(
-        workspace_size=24 << 30, max_batch_size=1, min_subgraph_size=3, precision_mode=precision, use_static=True
-    )
-    config.enable_tensorrt_memory_optim()
-    config.enable_tuned_tensorrt_dynamic_shape(str(shapes), True)
-    config.set_optim_cache_dir(str(tensorrt_folder / "_opt_cache"))
+    config.delete_pass("auto_mixed_precision_pass")  # as ppdiffusers' deploy/ does for every diffusion model

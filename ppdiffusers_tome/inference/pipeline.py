@@ -3,7 +3,9 @@
 import importlib
 import inspect
 import json
+import logging
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ from .models import ExportedControlNet, ExportedTextEncoder, ExportedUNet, Expor
 from .onnx_runtime import OnnxRuntime
 from .openvino_runtime import OpenVinoRuntime
 from .paddle_runtime import PaddleRuntime
-from .runtime import Load, Runtime
+from .runtime import Load, Runtime, is_gpu
 from .stand_in import NoImageEncoder, refuse_loading
 
+logger = logging.getLogger(__name__)
 RUNTIMES: dict[str, type[Runtime]] = {"paddle": PaddleRuntime, "onnxruntime": OnnxRuntime, "openvino": OpenVinoRuntime}
 
 
@@ -49,9 +52,9 @@ def load_pipeline(
             always compared. With unnoticed damaged weights, images are black or the process crashes.
         max_programs: largest number of programs of the UNet in memory, at least 1. The least recently used one is
             unloaded before another is loaded. None: they stay loaded. In ONNX Runtime on a CPU all of them share one
-            copy of the weights; in Paddle Inference each has its own, and in OpenVINO unless share_weights=True.
-        settings: device, threads and precision, as in the runtime's class: `PaddleRuntime`, which also has onednn,
-            tensorrt and optimize, `OnnxRuntime`, or `OpenVinoRuntime`, which also has share_weights.
+            copy of the weights; in Paddle Inference and OpenVINO each has its own.
+        settings: device, threads and precision, as in the runtime's class: `OnnxRuntime`, `OpenVinoRuntime`, or
+            `PaddleRuntime`, which also has onednn and optimize.
 
     Raises:
         ToMeConfigError: an argument is not allowed, or the ratio was not exported (the message lists those that were).
@@ -65,14 +68,17 @@ def load_pipeline(
     is_count = isinstance(max_programs, int) and not isinstance(max_programs, bool)
     if max_programs is not None and not (is_count and max_programs >= 1):
         raise ToMeConfigError(f"max_programs={max_programs!r} is not allowed: it must be 1 or more, or None.")
-    if max_programs is not None and settings.get("share_weights"):
-        raise ToMeConfigError("max_programs and share_weights exclude each other: programs that share weights stay.")
     if runtime is not None:
         choose_runtime(runtime, **settings)  # raises before the weights are compared
     exported, manifest = open_export(folder, verify)
     name = runtime or default_runtime(manifest, settings.get("device", Runtime.device))
     check_format(folder, manifest, name)
-    load = choose_runtime(name, **settings).loader(exported, manifest)
+    chosen = choose_runtime(name, **settings)
+    if is_gpu(chosen.device) and not manifest.suits_gpu:
+        logger.warning(
+            "%s was exported for CPUs, so it merges slowly on a GPU: export it again with --for-gpu", folder
+        )
+    load = partial(chosen.load, exported)
     cls = cls or getattr(ppdiffusers, manifest.pipeline)
     try:
         pipe = _assemble(exported.path, manifest, cls, load, ratio, max_programs)
@@ -90,8 +96,7 @@ def default_runtime(manifest: Manifest, device: str) -> str:
     """The name of the runtime that runs an exported folder on a device, unless another one is chosen.
 
     On a CPU that is ONNX Runtime, whose programs are faster there than those of Paddle Inference. "gpu" is a device of
-    Paddle Inference, "cuda" and "tensorrt" are devices of ONNX Runtime. A folder that has only one of the two formats
-    runs in that one.
+    Paddle Inference, "cuda" one of ONNX Runtime. A folder that has only one of the two formats runs in that one.
     """
     names = ("paddle", "onnxruntime") if str(device).partition(":")[0] == "gpu" else ("onnxruntime", "paddle")
     return next(name for name in names if RUNTIMES[name].format in manifest.formats)

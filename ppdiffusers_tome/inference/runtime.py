@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import ClassVar
@@ -17,7 +16,7 @@ import paddle
 from ..cores import usable_cores
 from ..errors import ParameterError, ToMeExportError, install_command
 from .folder import ExportedFolder
-from .manifest import Manifest, ProgramFile
+from .manifest import ProgramFile
 
 MAX_THREADS = 1024  # for one program
 # Largest relative difference from eager, in fp32, of a program whose runtime fuses operators. Fused operators round
@@ -72,13 +71,14 @@ class Runtime(ABC):
             ExportChangedError: a file is not the one that was exported.
         """
 
-    def loader(self, folder: ExportedFolder, manifest: Manifest) -> Load:
-        """A function that loads a program of an exported folder."""
-        return partial(self.load, folder)
-
     def cores(self) -> int:
         """Number of CPU threads of a program."""
         return self.threads or usable_cores()
+
+
+def is_gpu(device: str) -> bool:
+    """Whether a device of any runtime is a GPU, as far as its name says so."""
+    return str(device).lower().startswith(("gpu", "cuda"))
 
 
 def return_memory() -> None:

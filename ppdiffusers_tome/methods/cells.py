@@ -44,7 +44,7 @@ class Cells(Method):
 
 TODO = Cells(
     "todo",
-    "keys and values are those of the first token of each cell",
+    "keys and values are those of one token of each cell, by default the first",
     fixed={"window": None},
     merges_queries=False,
 )

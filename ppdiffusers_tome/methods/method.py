@@ -24,6 +24,8 @@ class Settings(Protocol):
     def sy(self) -> int: ...
     @property
     def window(self) -> int | None: ...
+    @property
+    def proportional(self) -> bool: ...
 
 
 class Kept(NamedTuple):
@@ -99,3 +101,7 @@ class Method(Form):
     def for_gpu(self, grid: Grid, settings: Settings) -> Form:
         """The form that suits a GPU on this grid: the method itself if it has no other."""
         return self
+
+    def differs_on_gpu(self, settings: Settings) -> bool:
+        """Whether a program for GPUs has other operations than one for CPUs, on grids of whole cells."""
+        return False

@@ -45,6 +45,9 @@ class Pairs(Method):
     def for_gpu(self, grid: Grid, settings: Settings) -> Form:
         return self if equal_windows(grid, settings.sx, settings.sy, settings.window) is None else WindowForm()
 
+    def differs_on_gpu(self, settings: Settings) -> bool:
+        return settings.window is not None or settings.proportional
+
 
 class AsymmetricPairs(Pairs):
     """Merge keys and values more than queries, by the same pairs; attention costs as much as if both merged alike."""

@@ -15,13 +15,15 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from numpy.typing import NDArray
 from pydantic import ValidationError
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import UploadFile
+from starlette.requests import ClientDisconnect
 
 from ..generation.jobs import Job, JobError
 from ..inference.manifest import Size
 from . import protocol
-from .api_errors import ApiError, internal_error, responses
+from .api_errors import CLIENT_GONE, ApiError, internal_error, responses
 from .app_config import AppConfig
-from .forms import read_form
 from .handler import DEFAULT_STRENGTH, EncodedImage, RequestHandler
 from .middleware import JsonRoute
 from .queue import ImageQueue
@@ -33,6 +35,7 @@ REPEAT_SECONDS = 5.0  # an event is repeated after this time, for proxies; after
 NAMES = {"images": "n", "ratio": "tome_ratio", "wants_merge_map": "merge_map"}
 URL_MODELS = ("dall-e-2", "dall-e-3")  # by OpenAI's rule, requests that name them get URLs unless they say otherwise
 EDITS = "/v1/images/edits"
+MAX_PARTS = 50  # files of a form, and as many other fields; real requests have fewer
 EVENT = {
     "type": "object",
     "description": "with `stream`: one of the events in docs/serve.md, whose data is JSON",
@@ -158,7 +161,7 @@ async def edit(request: Request, service: Service) -> ImagesAnswer:
     if not service.queue.limits.image_to_image:
         message = "image-to-image was not exported: export the model with --img2img"
         raise ApiError(404, message, code="not_exported")
-    texts, files = await read_form(request)
+    texts, files = await _read_form(request)
     if texts.pop("mask", "") or any(files.pop("mask", ())):
         message = "masks are not supported: the whole image is generated again"
         raise ApiError(422, message, "mask", "unsupported_parameter")
@@ -188,6 +191,36 @@ async def list_models(service: Service) -> protocol.ModelsResponse:
 async def retrieve_model(name: str, service: Service) -> protocol.ModelResponse:
     service.check_model(name)
     return service.describe_model()
+
+
+async def _read_form(request: Request) -> tuple[dict[str, str], dict[str, list[bytes]]]:
+    """The texts and the files of a form, by name. `RequestMiddleware` limits the size of the body.
+
+    Raises:
+        ApiError: 400 the form is malformed, 415 the body is not a form, 422 a text is sent twice, 499 the client
+            disconnected.
+        HTTPException: 400 Starlette refuses the form, for instance because it has too many parts.
+    """
+    kind, options = parse_options_header(request.headers.get("content-type"))
+    if kind != b"multipart/form-data" or b"boundary" not in options:
+        message = "the body must be sent as Content-Type: multipart/form-data, with a boundary"
+        raise ApiError(415, message, code="unsupported_media_type")
+    texts: dict[str, str] = {}
+    files: dict[str, list[bytes]] = {}
+    try:
+        async with request.form(max_files=MAX_PARTS, max_fields=MAX_PARTS) as form:
+            for name, value in form.multi_items():
+                if isinstance(value, UploadFile):
+                    files.setdefault(name, []).append(await value.read())
+                elif name in texts:
+                    raise ApiError(422, "it is sent more than once", name[:100], "invalid_value")
+                else:
+                    texts[name] = value
+    except ValueError as error:  # python-multipart's errors
+        raise ApiError(400, f"the form cannot be read: {error!s:.200}", code="invalid_form") from None
+    except ClientDisconnect:
+        raise ApiError(CLIENT_GONE, "the client has disconnected") from None
+    return texts, files
 
 
 def _only_image(files: dict[str, list[bytes]]) -> bytes:

@@ -17,7 +17,6 @@ from fastapi import FastAPI
 
 from ..errors import ToMeConfigError, ToMeError
 from .app_config import AppConfig, url_of
-from .http_protocol import HttpProtocol
 from .queue import ImageQueue
 
 logger = logging.getLogger("uvicorn.error")
@@ -106,7 +105,7 @@ class DrainingServer(uvicorn.Server):
         seconds: float = 120,
         keep_alive: float = AppConfig.keep_alive_seconds,
     ) -> None:
-        options: dict[str, Any] = {"http": HttpProtocol, "ws": "none", "loop": "asyncio", "lifespan": "off"}
+        options: dict[str, Any] = {"http": "h11", "ws": "none", "loop": "asyncio", "lifespan": "off"}
         options["timeout_keep_alive"] = keep_alive
         super().__init__(uvicorn.Config(app, **options, server_header=False, proxy_headers=False))
         self.end = 0.0  # by time.monotonic(), after a signal
