@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import paddle
 import pandas as pd
-from lab.cache import digest, sources
+from lab.cache import digest, model_files, sources
 from lab.markdown import write_page
 from lab.plotting import (
     BLUE,
@@ -46,6 +46,7 @@ from lab.quality.image_sets import (
 from lab.quality.networks import st_lpips
 from lab.quality.quality_plots import BETTER, TITLES, is_on_frontier
 from lab.quality.quality_report import cells_of
+from lab.quality.sheets import evenly_spaced, write_sheet
 from matplotlib.figure import Figure
 from paddle import nn
 from paddle.utils import flatten, pack_sequence_as
@@ -56,11 +57,10 @@ from ppdiffusers.models.attention_processor import Attention
 
 from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.attach.attach import attach
-from ppdiffusers_tome.comparison.arms import psnr
 from ppdiffusers_tome.comparison.clock import quartiles, ratio_within_rounds, time_in_turns
-from ppdiffusers_tome.comparison.environment import commit, describe_environment, model_files
+from ppdiffusers_tome.comparison.environment import commit, describe_environment
 from ppdiffusers_tome.comparison.results import make_result, read_json, write_result
-from ppdiffusers_tome.comparison.sheets import evenly_spaced, write_sheet
+from ppdiffusers_tome.comparison.similarity import psnr
 from ppdiffusers_tome.families.models import text_tokens, vae_factor
 from ppdiffusers_tome.generation.engine import Engine
 from ppdiffusers_tome.inference import ProgramFile, Size, export_pipeline, load_pipeline, programs, tracing

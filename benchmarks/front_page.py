@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import median
 
 from alternatives import RESULTS, Variant, image_seconds
+from lab.quality.sheets import evenly_spaced
 from PIL import Image, ImageDraw, ImageFont
 
 from ppdiffusers_tome.comparison.results import read_json
-from ppdiffusers_tome.comparison.sheets import evenly_spaced
 
 OUTPUT = Path(__file__).parents[1] / "docs" / "pairs.jpg"
 ARMS = (Variant(), Variant(merging={"ratio": 0.5}))

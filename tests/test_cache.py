@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 from lab import cache
-from lab.cache import Cache, program_key, programs_of
+from lab.cache import Cache, model_files, program_key, programs_of
 
 from ppdiffusers_tome import ToMeConfig
-from ppdiffusers_tome.comparison.environment import model_files
 from ppdiffusers_tome.comparison.results import read_json, write_result
 from ppdiffusers_tome.inference import ProgramFile, Size
 

@@ -27,7 +27,7 @@ from serving_support import LIMITS, OPENAI, FakeEngine, serving, until
 from skimage.metrics import structural_similarity
 
 from ppdiffusers_tome.commands.serve import warm_up_jobs
-from ppdiffusers_tome.comparison.arms import psnr
+from ppdiffusers_tome.comparison.similarity import psnr
 from ppdiffusers_tome.generation.engine import Engine, load_engine
 from ppdiffusers_tome.inference.manifest import Size, read_manifest
 from ppdiffusers_tome.serving.app_config import AppConfig

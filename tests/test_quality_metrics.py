@@ -6,7 +6,7 @@ from golden.quality_inputs import noise, pair
 from lab.quality import metrics
 from lab.quality.metrics import blur, kid, squared_mmd, ssim
 
-from ppdiffusers_tome.comparison.arms import psnr
+from ppdiffusers_tome.comparison.similarity import psnr
 
 
 def normal(seed, count, width):

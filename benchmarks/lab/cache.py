@@ -4,20 +4,20 @@ import hashlib
 import json
 import warnings
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from ppdiffusers_tome.comparison.environment import model_files, versions
-from ppdiffusers_tome.comparison.environment import sources as package_sources
+from ppdiffusers_tome.comparison.environment import PACKAGE, versions
 from ppdiffusers_tome.config import ToMeConfig
 from ppdiffusers_tome.files import write_file
 from ppdiffusers_tome.inference import ProgramFile
 from ppdiffusers_tome.inference.folder import sha256
 
 LAB = Path(__file__).parent
+NOT_HASHED = ("_version.py", "cli.py", "commands", "serving")  # in PACKAGE: they do not affect results
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,40 @@ def warn_of_damage(path: Path, error: Exception) -> None:
 
 @cache
 def sources() -> str:
-    """Hash of the code that may affect results: the package's, and that of this folder.
+    """Hash of the code that may affect results: the package without NOT_HASHED, and this folder.
 
     Only the code that began a result continues it or uses it again.
     """
-    files = [file for kind in ("py", "json", "onnx") for file in sorted(LAB.rglob(f"*.{kind}"))]
-    return digest([package_sources(), *((file.relative_to(LAB).as_posix(), sha256(file)) for file in files)])
+    hashes = []
+    for root in (PACKAGE, LAB):
+        files = sorted(file for kind in ("py", "json", "onnx") for file in root.rglob(f"*.{kind}"))
+        names = {file: file.relative_to(root) for file in files}
+        hashes += [(name.as_posix(), sha256(file)) for file, name in names.items() if name.parts[0] not in NOT_HASHED]
+    return digest(hashes)
+
+
+def model_files(model: str) -> str:
+    """Hash of the files in a pipeline's folder that `model_index.json` names; the model itself if it is no folder."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return model
+    try:
+        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        index = {"unet": []}  # all that bench.py needs
+    parts = [name for name, part in index.items() if isinstance(part, list)]
+    digest = hashlib.sha256()
+    for file in sorted(file for part in parts for file in (folder / part).rglob("*") if file.is_file()):
+        status = file.stat()
+        content = _content(file, status.st_size, status.st_mtime_ns)
+        digest.update(f"{file.relative_to(folder).as_posix()} {content}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+@lru_cache(maxsize=256)
+def _content(file: Path, size: int, modified: int) -> str:
+    """SHA-256 of a file, which is read again if its size or the time of its last change differs."""
+    return sha256(file)
 
 
 def digest(key_parts: Any) -> str:

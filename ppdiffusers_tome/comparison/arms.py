@@ -19,8 +19,7 @@ from ..wording import method_in_words
 from .clock import now, order_of_round, ratio_within_rounds
 from .peak_memory import peak_bytes, restart_peak
 from .sheets import make_sheet
-from .similarity import psnr as psnr  # benchmarks import it from here
-from .similarity import ssim
+from .similarity import psnr, ssim
 
 PLAIN = "plain"
 ROUNDS = 5  # steps of each arm that are timed

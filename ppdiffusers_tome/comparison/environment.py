@@ -1,11 +1,8 @@
-"""The machine, versions and sources behind a result, which every result file names."""
+"""The machine, versions and commit behind a result, which every result file names."""
 
-import hashlib
-import json
 import os
 import platform
 import subprocess
-from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,10 +11,8 @@ import paddle
 
 from .._version import __version__
 from ..cores import usable_cores
-from ..inference.folder import sha256
 
 PACKAGE = Path(__file__).parents[1]
-NOT_HASHED = ("_version.py", "cli.py", "commands", "serving")  # in PACKAGE: they do not affect results
 
 
 def describe_environment() -> dict[str, Any]:
@@ -38,44 +33,6 @@ def versions() -> dict[str, str]:
     """Versions of Python and of the packages that compute."""
     packages = ("paddlepaddle", "paddlepaddle-gpu", "ppdiffusers", "numpy", "onnxruntime", "openvino")
     return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
-
-
-@cache
-def sources() -> str:
-    """Hash of the code that may affect results: the package without NOT_HASHED.
-
-    Only the code that began a result continues it or uses it again.
-    """
-    files = {file.relative_to(PACKAGE): file for kind in ("py", "json", "onnx") for file in PACKAGE.rglob(f"*.{kind}")}
-    digest = hashlib.sha256()
-    for name, file in sorted(files.items()):
-        if name.parts[0] not in NOT_HASHED:
-            digest.update(f"{name.as_posix()} {sha256(file)}\n".encode())
-    return digest.hexdigest()[:16]
-
-
-def model_files(model: str) -> str:
-    """Hash of the files in a pipeline's folder that `model_index.json` names; the model itself if it is no folder."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return model
-    try:
-        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        index = {"unet": []}  # all that `bench` needs
-    parts = [name for name, part in index.items() if isinstance(part, list)]
-    digest = hashlib.sha256()
-    for file in sorted(file for part in parts for file in (folder / part).rglob("*") if file.is_file()):
-        status = file.stat()
-        content = _content(file, status.st_size, status.st_mtime_ns)
-        digest.update(f"{file.relative_to(folder).as_posix()} {content}\n".encode())
-    return digest.hexdigest()[:16]
-
-
-@lru_cache(maxsize=256)
-def _content(file: Path, size: int, modified: int) -> str:
-    """SHA-256 of a file, which is read again if its size or the time of its last change differs."""
-    return sha256(file)
 
 
 def commit() -> str:

@@ -11,9 +11,9 @@ from zipfile import BadZipFile
 import numpy as np
 from tqdm.auto import tqdm
 
-from ppdiffusers_tome.comparison.arms import psnr
 from ppdiffusers_tome.comparison.results import make_result
 from ppdiffusers_tome.comparison.sheets import image_paths
+from ppdiffusers_tome.comparison.similarity import psnr
 from ppdiffusers_tome.errors import ToMeConfigError
 from ppdiffusers_tome.files import write_file
 

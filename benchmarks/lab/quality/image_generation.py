@@ -13,7 +13,7 @@ from PIL import Image
 from ppdiffusers import DiffusionPipeline
 from tqdm.auto import tqdm
 
-from ppdiffusers_tome.comparison.environment import commit, model_files, versions
+from ppdiffusers_tome.comparison.environment import commit, versions
 from ppdiffusers_tome.comparison.results import read_json, write_result
 from ppdiffusers_tome.config import ToMeConfig
 from ppdiffusers_tome.errors import ToMeConfigError, ToMeError, ToMeExportError
@@ -24,7 +24,7 @@ from ppdiffusers_tome.inference.export import write_export
 from ppdiffusers_tome.inference.loading import load_for_export
 from ppdiffusers_tome.inference.manifest import MANIFEST
 
-from ..cache import digest, sources, warn_of_damage
+from ..cache import digest, model_files, sources, warn_of_damage
 from ..speed.cases import PROGRAM_FORMATS, PROGRAMS
 from .image_sets import Evaluation, ImageSet
 

@@ -10,13 +10,14 @@ import pandas as pd
 
 from ppdiffusers_tome.comparison.clock import quartiles
 from ppdiffusers_tome.comparison.results import check_result
-from ppdiffusers_tome.comparison.sheets import GAIN, evenly_spaced, write_sheet
+from ppdiffusers_tome.comparison.sheets import GAIN
 from ppdiffusers_tome.config import ToMeConfig, upgraded
 from ppdiffusers_tome.wording import method_in_words
 
 from ..markdown import TEMPLATES, write_page
 from ..plotting import save_figure
 from .quality_plots import plot_against_ratio
+from .sheets import evenly_spaced, write_sheet
 
 OTHER_SEEDS = "plain, other seeds"  # a calibration that every result has
 KID = {"to plain, other seeds": "kid_others", "to real": "kid_real"}  # reference → column of the frame

@@ -1,0 +1,58 @@
+"""Sheets of the images that `evaluate` generated."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from ppdiffusers_tome.comparison.sheets import GAIN, difference_map, image_paths, make_sheet, save_jpeg
+from ppdiffusers_tome.errors import ToMeConfigError
+
+SHOWN = 6  # images of each setting on a sheet
+
+
+def write_sheet(
+    path: Path,
+    result: dict[str, Any],
+    images: Path,
+    folders: dict[str, str],
+    titles: dict[int, str],
+    with_differences: bool = False,
+) -> Path:
+    """Write a sheet of images that `evaluate` generated, a row for each setting, as a JPEG.
+
+    Args:
+        path: the JPEG to write.
+        result: what `evaluate` returned.
+        images: the output folder of `evaluate`.
+        folders: the label of each row → the name of its setting. The first row has the plain images.
+        titles: the number of each image → the title of its column.
+        with_differences: add a row of differences from the first row below each other row.
+
+    Raises:
+        ToMeConfigError: a setting has more or fewer images than the result.
+    """
+    rows: list[tuple[str, list[Image.Image]]] = []
+    for label, name in folders.items():
+        folder, count = images / "images" / name, len(result["prompts"])
+        files = image_paths(folder)
+        if len(files) != count:
+            raise ToMeConfigError(
+                f"{folder} has {len(files)} images, the result {count}: give the folder that `evaluate --output` "
+                "wrote, or none for a report without images."
+            )
+        rows.append((label, [Image.open(files[n]).convert("RGB") for n in titles]))
+        if with_differences and len(rows) > 1:
+            differences = [difference_map(*pair) for pair in zip(rows[0][1], rows[-1][1], strict=True)]
+            rows.append((f"difference\nx {GAIN}", differences))
+    sheet = make_sheet(rows, list(titles.values()), min(result["size"], 256))
+    about = {key: result[key] for key in ("model", "steps", "guidance_scale", "strength", "command", "commit")}
+    return save_jpeg(sheet, path, prompts=[result["prompts"][n] for n in titles], rows=list(folders), **about)
+
+
+def evenly_spaced(result: dict[str, Any]) -> dict[int, str]:
+    """The numbers of the images of a result that a sheet shows, each with its prompt."""
+    prompts = result["prompts"]
+    numbers = sorted({round(n) for n in np.linspace(0, len(prompts) - 1, SHOWN).tolist()})
+    return {n: prompts[n]["prompt"] for n in numbers}
