@@ -18,7 +18,6 @@ from lab.quality.image_sets import PLAIN_IMAGES, Evaluation, ImageSet, list_imag
 from PIL import Image
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError
-from ppdiffusers_tome.comparison import environment
 from ppdiffusers_tome.comparison.sheets import image_paths
 
 EVALUATION = Evaluation("model", (("a fox", 1), ("an owl", 2)), 32, 1, 7.5, "onnxruntime", threads=1)
@@ -61,12 +60,10 @@ def test_the_commit_of_a_folder_is_that_which_generated(tmp_path, monkeypatch):
 )
 def test_sources_are_the_code_that_measures(module, decides, tmp_path, monkeypatch):
     """That of the package, and of the library of benchmarks/."""
-    is_lab = not (environment.PACKAGE / module).exists()
-    place, name = (cache, "LAB") if is_lab else (environment, "PACKAGE")
-    original = getattr(place, name).parent if is_lab else environment.PACKAGE
+    is_lab = not (cache.PACKAGE / module).exists()
+    original = cache.LAB.parent if is_lab else cache.PACKAGE
     copied = shutil.copytree(original, tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(place, name, copied / "lab" if is_lab else copied)
-    monkeypatch.setattr(cache, "package_sources", environment.sources.__wrapped__)
+    monkeypatch.setattr(cache, "LAB" if is_lab else "PACKAGE", copied / "lab" if is_lab else copied)
     before = cache.sources.__wrapped__()
     assert before == cache.sources.__wrapped__()
     with (copied / module).open("a") as file:
