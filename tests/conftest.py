@@ -152,8 +152,14 @@ def widths(model):
         if arguments and getattr(arguments[0], "ndim", 0) == 3:
             seen[path] = arguments[0].shape[1]
 
-    for path, layer in model.named_sublayers():
-        layer.register_forward_pre_hook(partial(record, path=path))
+    # All models share the activations of ppdiffusers, which are layers: no hook may stay on them.
+    hooks = [layer.register_forward_pre_hook(partial(record, path=path)) for path, layer in model.named_sublayers()]
+
+    def remove(_layer, _arguments, _output):
+        for hook in hooks:
+            hook.remove()
+
+    model.register_forward_post_hook(remove)
     return seen
 
 
