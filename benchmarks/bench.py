@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
+from lab.command import run_command
 from lab.speed.architectures import ARCHITECTURES
 from lab.speed.cases import (
     ARM_NAMES,
@@ -28,7 +29,6 @@ from lab.speed.cases import (
 from lab.speed.catalog import ARMS, BACKENDS, make_arms
 from lab.speed.runner import measure_all
 
-from ppdiffusers_tome.cli import exit_status
 from ppdiffusers_tome.commands.merge_options import add_merge_options, read_methods
 from ppdiffusers_tome.comparison.clock import ratio_within_rounds
 from ppdiffusers_tome.comparison.results import command_line
@@ -43,10 +43,7 @@ DEFAULT = " (default: %(default)s)"  # at the end of help texts
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, or report; returns the exit status. It is 1 for a case in which nothing could be measured."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    options = _parser().parse_args(arguments)
-    remedy = "" if options.what else f": continue with {command_line(arguments, PROGRAM)}"
-    return exit_status(lambda: options.run(options, arguments), remedy)
+    return run_command(_parser(), sys.argv[1:] if arguments is None else list(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lab.command import run_command
 from lab.quality.evaluation import evaluate
 from lab.quality.image_generation import load_model
 from lab.quality.image_sets import RATIOS, Evaluation, list_image_sets, prompts_of, with_seeds
 from lab.quality.quality_report import write_quality_page
 from lab.speed.cases import ONNX_RUNTIME
 
-from ppdiffusers_tome.cli import exit_status
 from ppdiffusers_tome.commands.image_options import OWN, add_step_options, step_settings
 from ppdiffusers_tome.commands.merge_options import add_merge_options, read_methods
 from ppdiffusers_tome.comparison.results import command_line, read_json, write_result
@@ -28,10 +28,7 @@ PROGRAM = "python benchmarks/evaluate.py"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Generate and measure, or report; returns the exit status."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    options = _parser().parse_args(arguments)
-    remedy = "" if options.what else f": continue with {command_line(arguments, PROGRAM)}"
-    return exit_status(lambda: options.run(options, arguments), remedy)
+    return run_command(_parser(), sys.argv[1:] if arguments is None else list(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
