@@ -48,8 +48,8 @@ setup(
             "requirements/*.txt",
             "serving/page/*.*",
             "serving/page/vendor/*/*",
-            "generation/*.txt",
-            "inference/*.md",
+            "serving/*.txt",
+            "export/*.md",
         ]
     },
     zip_safe=False,

@@ -61,13 +61,14 @@ from ppdiffusers_tome.comparison.clock import quartiles, ratio_within_rounds, ti
 from ppdiffusers_tome.comparison.environment import commit, describe_environment
 from ppdiffusers_tome.comparison.results import make_result, read_json, write_result
 from ppdiffusers_tome.comparison.similarity import psnr
+from ppdiffusers_tome.export import programs, tracing
+from ppdiffusers_tome.export.conversion import Converter
+from ppdiffusers_tome.export.loading import model_defaults
 from ppdiffusers_tome.families.models import text_tokens, vae_factor
-from ppdiffusers_tome.generation.engine import Engine
-from ppdiffusers_tome.inference import ProgramFile, Size, export_pipeline, load_pipeline, programs, tracing
-from ppdiffusers_tome.inference.conversion import Converter
-from ppdiffusers_tome.inference.folder import ExportedFolder
-from ppdiffusers_tome.inference.loading import model_defaults
-from ppdiffusers_tome.inference.pipeline import RUNTIMES
+from ppdiffusers_tome.inference import ProgramFile, Size, export_pipeline, load_pipeline
+from ppdiffusers_tome.run.folder import ExportedFolder
+from ppdiffusers_tome.run.pipeline import RUNTIMES
+from ppdiffusers_tome.serving.engine import Engine
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -34,8 +34,8 @@ from ppdiffusers_tome.comparison.clock import ratio_within_rounds
 from ppdiffusers_tome.comparison.results import command_line
 from ppdiffusers_tome.cores import usable_cores
 from ppdiffusers_tome.errors import ToMeConfigError
+from ppdiffusers_tome.export.loading import require_model_folder
 from ppdiffusers_tome.inference import choose_runtime
-from ppdiffusers_tome.inference.loading import require_model_folder
 
 PROGRAM = "python benchmarks/bench.py"
 DEFAULT = " (default: %(default)s)"  # at the end of help texts

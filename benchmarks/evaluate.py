@@ -21,7 +21,7 @@ from ppdiffusers_tome.commands.merge_options import add_merge_options, read_meth
 from ppdiffusers_tome.comparison.results import command_line, read_json, write_result
 from ppdiffusers_tome.cores import usable_cores
 from ppdiffusers_tome.errors import ToMeConfigError
-from ppdiffusers_tome.inference.loading import model_defaults, require_model_folder
+from ppdiffusers_tome.export.loading import model_defaults, require_model_folder
 
 PROGRAM = "python benchmarks/evaluate.py"
 

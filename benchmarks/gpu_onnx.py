@@ -75,8 +75,8 @@ def export(options: argparse.Namespace) -> None:
 
     from ppdiffusers_tome.attach.attach import attach
     from ppdiffusers_tome.config import ToMeConfig
-    from ppdiffusers_tome.inference import programs
-    from ppdiffusers_tome.inference.onnx_weights import external_places, set_places
+    from ppdiffusers_tome.export import programs
+    from ppdiffusers_tome.run.onnx_weights import external_places, set_places
 
     architecture = ARCHITECTURES[options.architecture]
     paddle.seed(0)
@@ -111,11 +111,11 @@ def export(options: argparse.Namespace) -> None:
 def write_half(traceable: Any, dims: dict[str, int], folder: Path) -> Path:
     """Write the program of a layer for GPUs in float16, with sizes for some of its dimensions."""
     from ppdiffusers_tome.attach.passes import gpu_form
-    from ppdiffusers_tome.inference import tracing
-    from ppdiffusers_tome.inference.conversion import Converter
-    from ppdiffusers_tome.inference.folder import ExportedFolder
-    from ppdiffusers_tome.inference.onnx_gpu import half_program
-    from ppdiffusers_tome.inference.onnx_weights import SharedWeights
+    from ppdiffusers_tome.export import tracing
+    from ppdiffusers_tome.export.conversion import Converter
+    from ppdiffusers_tome.run.folder import ExportedFolder
+    from ppdiffusers_tome.run.onnx_gpu import half_program
+    from ppdiffusers_tome.run.onnx_weights import SharedWeights
 
     with Converter() as converter, gpu_form(True):
         files = tracing._trace(traceable, folder / "program", dims, "model")
@@ -150,7 +150,7 @@ def operators_added(architecture: str) -> dict[str, tuple[int, int]]:
 
     from ppdiffusers_tome.attach.attach import attach
     from ppdiffusers_tome.config import ToMeConfig
-    from ppdiffusers_tome.inference.programs import Input, Traceable
+    from ppdiffusers_tome.export.programs import Input, Traceable
 
     known = ARCHITECTURES[architecture]
     paddle.seed(0)

@@ -32,8 +32,8 @@ from lab.speed.architectures import ARCHITECTURES
 from ppdiffusers import StableDiffusionPipeline
 
 from ppdiffusers_tome.comparison.results import make_result, read_json, write_result
+from ppdiffusers_tome.export.loading import load_for_export
 from ppdiffusers_tome.inference import export_pipeline, load_pipeline, read_manifest
-from ppdiffusers_tome.inference.loading import load_for_export
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks" / "tools"))

@@ -24,8 +24,8 @@ from ppdiffusers import StableDiffusionPipeline
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.comparison.results import check_result, read_json, write_result
 from ppdiffusers_tome.comparison.sheets import image_paths
-from ppdiffusers_tome.generation.engine import Engine
-from ppdiffusers_tome.generation.offline import generate_here
+from ppdiffusers_tome.serving.engine import Engine
+from ppdiffusers_tome.serving.offline import generate_here
 
 
 class RemoteUNet:

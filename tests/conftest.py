@@ -31,10 +31,11 @@ from zoo.parts import unet as unet_of_zoo
 
 import ppdiffusers_tome  # noqa: F401
 from ppdiffusers_tome.attach.passes import BlockWrap
-from ppdiffusers_tome.inference import export as export_module
-from ppdiffusers_tome.inference import export_pipeline, read_manifest, tracing
-from ppdiffusers_tome.inference.arguments import EXPORT_FORMATS, list_sizes, make_configs
-from ppdiffusers_tome.inference.export import write_export
+from ppdiffusers_tome.export import export as export_module
+from ppdiffusers_tome.export import tracing
+from ppdiffusers_tome.export.arguments import EXPORT_FORMATS, list_sizes, make_configs
+from ppdiffusers_tome.export.export import write_export
+from ppdiffusers_tome.inference import export_pipeline, read_manifest
 
 # OpenVINO imports absl, whose handler closes its stream when uvicorn configures logging: then it must not be pytest's.
 absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__

@@ -11,10 +11,10 @@ from time import monotonic, sleep
 import httpx
 from PIL import Image
 
-from ppdiffusers_tome.generation.jobs import AbandonedError, GeneratedImage, GenerationError, Limits
-from ppdiffusers_tome.inference.manifest import Size
+from ppdiffusers_tome.run.manifest import Size
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import AppConfig
+from ppdiffusers_tome.serving.jobs import AbandonedError, GeneratedImage, GenerationError, Limits
 from ppdiffusers_tome.serving.queue import ImageQueue
 from ppdiffusers_tome.serving.server import DrainingServer, listen
 

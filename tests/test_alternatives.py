@@ -12,7 +12,7 @@ from conftest import inputs, traces
 from lab.quality.quality_plots import is_on_frontier
 
 from ppdiffusers_tome.comparison.results import read_json
-from ppdiffusers_tome.inference import programs
+from ppdiffusers_tome.export import programs
 
 
 def steps(unet, arm, count=3):

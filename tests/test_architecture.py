@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def documented_modules():
-    """The modules of the table in its order, each package after its modules: "inference.export", "inference", …"""
+    """The modules of the table in its order, each package after its modules: "export.export", "export", …"""
     for package, modules in re.findall(r"^\| (.+?) \| (`.+) \|$", DOCUMENT.read_text(encoding="utf-8"), re.M):
         prefix = package.strip("`").replace("/", ".") if package.startswith("`") else ""
         names = [f"{prefix}{module}".replace("/", ".") for module in re.findall(r"`([\w/]+)\.py`", modules)]
@@ -51,6 +51,13 @@ def test_imports_run_one_way(path):
     module = module_of(path)
     backward = [other for other in imported_modules(path) if RANK[other] >= RANK[module]]
     assert not backward, f"{module} imports {backward}"
+
+
+def test_serving_knows_exported_folders_only():
+    """Beside its own modules, serving imports `run` and modules at the top that import no folder of the package."""
+    imported = {name for path in (PACKAGE / "serving").glob("*.py") for name in imported_modules(path)}
+    outside = {name for name in imported if name.partition(".")[0] not in ("serving", "run")}
+    assert outside <= {"_version", "cores", "errors", "files"}, outside
 
 
 def test_no_module_imports_what_stands_beside_the_package():
@@ -102,8 +109,7 @@ def test_only_these_modules_know_the_modules_of_ppdiffusers():
     inside = re.compile(r"^ *(import|from) ppdiffusers\.", re.M)
     knowing = {module_of(path) for path in FILES if inside.search(path.read_text(encoding="utf-8"))}
     families = {"families.table", "families.grids", "families.models", "families.kernels"}
-    inference = {"inference.models", "inference.stand_in"}
-    assert knowing == {*families, *inference, "generation.engine"}
+    assert knowing == {*families, "run.models", "run.stand_in", "serving.engine"}
 
 
 def test_the_document_of_families_lists_the_entries_of_the_table():

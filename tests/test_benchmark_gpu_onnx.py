@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 from ppdiffusers_tome import ToMeConfig
-from ppdiffusers_tome.inference.runtime import load_module
+from ppdiffusers_tome.run.runtime import load_module
 
 
 def test_programs_have_no_weights_but_their_statistics(monkeypatch, tmp_path):

@@ -11,7 +11,7 @@ import ppdiffusers_tome
 from ppdiffusers_tome import cores
 from ppdiffusers_tome.commands import image_options
 from ppdiffusers_tome.comparison import environment
-from ppdiffusers_tome.inference.paddle_runtime import PaddleRuntime
+from ppdiffusers_tome.run.paddle_runtime import PaddleRuntime
 
 PACKAGE = Path(ppdiffusers_tome.__file__).parent
 

@@ -10,7 +10,7 @@ from conftest import tiny_pipeline
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands.image_options import add_runtime_options, runtime_settings
-from ppdiffusers_tome.generation.engine import load_engine
+from ppdiffusers_tome.export.arguments import EXPORT_FORMATS, default_format
 from ppdiffusers_tome.inference import (
     OnnxRuntime,
     PaddleRuntime,
@@ -19,8 +19,8 @@ from ppdiffusers_tome.inference import (
     load_pipeline,
     read_manifest,
 )
-from ppdiffusers_tome.inference.arguments import EXPORT_FORMATS, default_format
-from ppdiffusers_tome.inference.pipeline import default_runtime
+from ppdiffusers_tome.run.pipeline import default_runtime
+from ppdiffusers_tome.serving.engine import load_engine
 
 BOTH = ("paddle", "onnx")
 

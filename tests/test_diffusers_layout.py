@@ -36,12 +36,13 @@ from zoo.parts import (
 from ppdiffusers_tome import ToMeConfigError, ToMeExportError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import export as export_command
-from ppdiffusers_tome.inference import diffusers_layout, export_pipeline, read_manifest
-from ppdiffusers_tome.inference import export as export_module
-from ppdiffusers_tome.inference.diffusers_layout import MARK, DiffusersLayout
-from ppdiffusers_tome.inference.onnx_weights import external_places
-from ppdiffusers_tome.inference.runtime import FUSED_TOLERANCE, load_module
-from ppdiffusers_tome.inference.tracing import relative_difference
+from ppdiffusers_tome.export import diffusers_layout
+from ppdiffusers_tome.export import export as export_module
+from ppdiffusers_tome.export.diffusers_layout import MARK, DiffusersLayout
+from ppdiffusers_tome.export.tracing import relative_difference
+from ppdiffusers_tome.inference import export_pipeline, read_manifest
+from ppdiffusers_tome.run.onnx_weights import external_places
+from ppdiffusers_tome.run.runtime import FUSED_TOLERANCE, load_module
 
 SIZE = (32, 40)  # of `onnx_folder`; 16×20 latent pixels
 MODELS = ("unet", "text_encoder", "vae_decoder", "vae_encoder")

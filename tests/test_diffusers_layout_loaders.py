@@ -22,8 +22,8 @@ from ppdiffusers import (
 )
 from zoo.parts import SDXL, sdxl, unet
 
+from ppdiffusers_tome.export.diffusers_layout import DiffusersLayout
 from ppdiffusers_tome.inference import load_pipeline, read_manifest
-from ppdiffusers_tome.inference.diffusers_layout import DiffusersLayout
 
 PYTHON = os.environ.get("OPTIMUM_PYTHON")
 pytestmark = [

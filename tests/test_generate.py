@@ -16,12 +16,12 @@ import pytest
 from PIL import Image
 
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.generation.engine import load_engine
-from ppdiffusers_tome.generation.jobs import GeneratedImage, Job, Limits
-from ppdiffusers_tome.generation.offline import OutputError, generate, generate_batch, generate_here, model_hash, split
-from ppdiffusers_tome.generation.prompt_file import Prompt, PromptFileError, read_prompts
 from ppdiffusers_tome.inference import read_manifest
-from ppdiffusers_tome.inference.manifest import Size
+from ppdiffusers_tome.run.manifest import Size
+from ppdiffusers_tome.serving.engine import load_engine
+from ppdiffusers_tome.serving.jobs import GeneratedImage, Job, Limits
+from ppdiffusers_tome.serving.offline import OutputError, generate, generate_batch, generate_here, model_hash, split
+from ppdiffusers_tome.serving.prompt_file import Prompt, PromptFileError, read_prompts
 
 LIMITS = Limits(sizes=(Size(32, 32), Size(32, 48)), ratios=(0.5, 0.0))
 DEFAULTS = Job("", 32, 32, 0.5, seed=10, negative_prompt="grey", steps=2, guidance_scale=2.0)

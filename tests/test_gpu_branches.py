@@ -12,7 +12,8 @@ from ppdiffusers.models.attention_processor import XFormersAttnProcessor
 from zoo.parts import text_encoder
 
 from ppdiffusers_tome.attach.passes import gpu_form, is_for_gpu
-from ppdiffusers_tome.inference import export_pipeline, programs
+from ppdiffusers_tome.export import programs
+from ppdiffusers_tome.inference import export_pipeline
 
 
 class OnGpu(core.Place):

@@ -22,11 +22,15 @@ from ppdiffusers import (
 from ppdiffusers.pipelines.controlnet import MultiControlNetModel
 from zoo.parts import ONE_LEVEL, controlnet, sdxl_refiner, stable_diffusion, unet
 
-from ppdiffusers_tome import NoMergeableLayerError, ToMeConfig, ToMeConfigError, ToMeExportError
+from ppdiffusers_tome import NoMergeableLayerError, ToMeConfig, ToMeConfigError, ToMeExportError, replacement
 from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import export as export_command
-from ppdiffusers_tome.generation.engine import load_engine
+from ppdiffusers_tome.export import export as export_module
+from ppdiffusers_tome.export import programs, tracing
+from ppdiffusers_tome.export.arguments import list_sizes, merging_of
+from ppdiffusers_tome.export.loading import require_model_folder
+from ppdiffusers_tome.export.tracing import TOLERANCE, relative_difference
 from ppdiffusers_tome.inference import (
     PaddleRuntime,
     ProgramFile,
@@ -34,17 +38,11 @@ from ppdiffusers_tome.inference import (
     export_pipeline,
     load_pipeline,
     parse_size,
-    programs,
     read_manifest,
-    replacement,
-    tracing,
 )
-from ppdiffusers_tome.inference import export as export_module
-from ppdiffusers_tome.inference.arguments import list_sizes, merging_of
-from ppdiffusers_tome.inference.loading import require_model_folder
-from ppdiffusers_tome.inference.manifest import find_ratio, ratio_name
-from ppdiffusers_tome.inference.runtime import Program
-from ppdiffusers_tome.inference.tracing import TOLERANCE, relative_difference
+from ppdiffusers_tome.run.manifest import find_ratio, ratio_name
+from ppdiffusers_tome.run.runtime import Program
+from ppdiffusers_tome.serving.engine import load_engine
 from ppdiffusers_tome.wording import method_in_words
 
 PADDLE2 = paddle.__version__.startswith("2.")

@@ -16,11 +16,12 @@ from conftest import in_threads
 
 from ppdiffusers_tome import ToMeConfigError, ToMeExportError
 from ppdiffusers_tome.errors import ExportChangedError
-from ppdiffusers_tome.generation.engine import load_engine
-from ppdiffusers_tome.inference import OnnxRuntime, load_pipeline, onnx_cache, onnx_programs, read_manifest
-from ppdiffusers_tome.inference.folder import WEIGHTS
-from ppdiffusers_tome.inference.onnx_weights import OPTIMIZED, SharedWeights
-from ppdiffusers_tome.inference.paddle_runtime import Predictor
+from ppdiffusers_tome.inference import OnnxRuntime, load_pipeline, read_manifest
+from ppdiffusers_tome.run import onnx_cache, onnx_cpu
+from ppdiffusers_tome.run.folder import WEIGHTS
+from ppdiffusers_tome.run.onnx_weights import OPTIMIZED, SharedWeights
+from ppdiffusers_tome.run.paddle_runtime import Predictor
+from ppdiffusers_tome.serving.engine import load_engine
 
 RUNTIMES = ["onnxruntime", "openvino", "paddle"]
 
@@ -348,7 +349,7 @@ def test_what_onnx_runtime_cannot_write_is_a_warning_too(folder_of, monkeypatch,
     def fail(*arguments):
         raise RuntimeError("[ONNXRuntimeError] : 1 : FAIL : Failed to write the external data")
 
-    monkeypatch.setattr(onnx_programs, "_write_optimized", fail)
+    monkeypatch.setattr(onnx_cpu, "_write_optimized", fail)
     image_of(load_pipeline(folder, threads=1), 0.5)
     assert "optimized cannot be written ([ONNXRuntimeError] : 1 : FAIL : Failed to write" in caplog.text
 

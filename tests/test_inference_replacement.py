@@ -9,8 +9,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from ppdiffusers_tome.inference import replacement
-from ppdiffusers_tome.inference.replacement import check_replaceable, earlier_folder, replacing, restore
+from ppdiffusers_tome import replacement
+from ppdiffusers_tome.replacement import check_replaceable, earlier_folder, replacing, restore
 
 # Loads the module alone, which takes no time, and ends the process before its nth rename or while it writes.
 SCRIPT = """

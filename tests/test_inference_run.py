@@ -27,16 +27,10 @@ from ppdiffusers.transformers import CLIPTextModel
 from zoo.parts import ONE_DEPTH, ONE_LEVEL, SDXL, controlnet, image, mask, sdxl, stable_diffusion, unet
 
 from ppdiffusers_tome import NoMergeableLayerError, ToMeConfigError, ToMeExportError
-from ppdiffusers_tome.inference import (
-    PaddleRuntime,
-    ProgramFile,
-    choose_runtime,
-    load_pipeline,
-    paddle_runtime,
-    read_manifest,
-)
-from ppdiffusers_tome.inference.folder import ExportedFolder
-from ppdiffusers_tome.inference.paddle_runtime import Predictor
+from ppdiffusers_tome.inference import PaddleRuntime, ProgramFile, choose_runtime, load_pipeline, read_manifest
+from ppdiffusers_tome.run import paddle_runtime
+from ppdiffusers_tome.run.folder import ExportedFolder
+from ppdiffusers_tome.run.paddle_runtime import Predictor
 
 PADDLE2 = paddle.__version__.startswith("2.")
 TOLERANCE = 2e-5  # of images from 0 to 1 after two steps, because of oneDNN's rounding

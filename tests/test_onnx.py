@@ -24,8 +24,8 @@ from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeExportError, match
 from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.attach.passes import gpu_form
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.generation.engine import load_engine
-from ppdiffusers_tome.generation.jobs import Job
+from ppdiffusers_tome.export import programs, tracing
+from ppdiffusers_tome.export.conversion import Converter
 from ppdiffusers_tome.grid import Grid
 from ppdiffusers_tome.inference import (
     OnnxRuntime,
@@ -36,17 +36,16 @@ from ppdiffusers_tome.inference import (
     choose_runtime,
     export_pipeline,
     load_pipeline,
-    programs,
     read_manifest,
-    tracing,
 )
-from ppdiffusers_tome.inference.conversion import Converter
-from ppdiffusers_tome.inference.folder import ExportedFolder
-from ppdiffusers_tome.inference.onnx_gpu import gpu_program, half_program, halve
-from ppdiffusers_tome.inference.onnx_programs import fused
-from ppdiffusers_tome.inference.onnx_runtime import PROVIDERS, OnnxProgram
-from ppdiffusers_tome.inference.onnx_weights import OPTIMIZED, WEIGHTS_FOLDER, external_places
-from ppdiffusers_tome.inference.runtime import FUSED_TOLERANCE, load_module
+from ppdiffusers_tome.run.folder import ExportedFolder
+from ppdiffusers_tome.run.onnx_cpu import fused
+from ppdiffusers_tome.run.onnx_gpu import gpu_program, half_program, halve
+from ppdiffusers_tome.run.onnx_runtime import PROVIDERS, OnnxProgram
+from ppdiffusers_tome.run.onnx_weights import OPTIMIZED, WEIGHTS_FOLDER, external_places
+from ppdiffusers_tome.run.runtime import FUSED_TOLERANCE, load_module
+from ppdiffusers_tome.serving.engine import load_engine
+from ppdiffusers_tome.serving.jobs import Job
 
 PADDLE2 = paddle.__version__.startswith("2.")
 RUNTIMES = {"onnxruntime": OnnxRuntime(threads=1), "openvino": OpenVinoRuntime(threads=1)}
@@ -471,7 +470,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(own_folder, caplog):
 def test_processes_that_start_at_once_share_one_file(own_folder):
     script = f"""
 from ppdiffusers_tome.inference import OnnxRuntime, ProgramFile
-from ppdiffusers_tome.inference.folder import ExportedFolder
+from ppdiffusers_tome.run.folder import ExportedFolder
 for name in {[path.name for path in unets_of(own_folder)]}:
     OnnxRuntime(threads=1).load(ExportedFolder({str(own_folder)!r}), ProgramFile("unet", onnx=name))
 """

@@ -28,10 +28,10 @@ from skimage.metrics import structural_similarity
 
 from ppdiffusers_tome.commands.serve import warm_up_jobs
 from ppdiffusers_tome.comparison.similarity import psnr
-from ppdiffusers_tome.generation.engine import Engine, load_engine
-from ppdiffusers_tome.inference.manifest import Size, read_manifest
 from ppdiffusers_tome.methods import METHODS
+from ppdiffusers_tome.run.manifest import Size, read_manifest
 from ppdiffusers_tome.serving.app_config import AppConfig
+from ppdiffusers_tome.serving.engine import Engine, load_engine
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="needs playwright: pip install -r requirements/test.txt"

@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 from ppdiffusers_tome.config import ToMeConfig
-from ppdiffusers_tome.generation.jobs import Job
-from ppdiffusers_tome.generation.png import encode_png
 from ppdiffusers_tome.serving.app import FOLDER
+from ppdiffusers_tome.serving.jobs import Job
+from ppdiffusers_tome.serving.png import encode_png
 from ppdiffusers_tome.wording import method_in_words
 
 ROOT = Path(__file__).parents[1]

@@ -52,8 +52,8 @@ def test_the_commit_of_a_folder_is_that_which_generated(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("module", "decides"),
     [
-        *((f"{name}.py", True) for name in ("methods/pairs", "inference/export", "generation/engine", "__init__")),
-        *((f"{name}.py", False) for name in ("serving/app", "commands/export", "cli", "_version")),
+        *((f"{name}.py", True) for name in ("methods/pairs", "export/export", "serving/engine", "__init__")),
+        *((f"{name}.py", False) for name in ("commands/export", "cli", "_version")),
         *((f"{name}.py", True) for name in ("lab/quality/image_generation", "lab/speed/worker")),
         ("bench.py", False),
     ],

@@ -24,16 +24,16 @@ from serving_support import MALFORMED_HOSTS, OPENAI, until
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.commands import image_options
-from ppdiffusers_tome.generation.jobs import AbandonedError, GeneratedImage, Job
-from ppdiffusers_tome.generation.prompt_file import Prompt
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE
+from ppdiffusers_tome.serving.jobs import AbandonedError, GeneratedImage, Job
+from ppdiffusers_tome.serving.prompt_file import Prompt
 
 pytest.importorskip("ray", reason="'make test-ray' installs it")
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's warnings
 
 from ray.cluster_utils import Cluster as Nodes  # noqa: E402
 
-from ppdiffusers_tome.generation import ray_engines  # noqa: E402
+from ppdiffusers_tome.serving import ray_engines  # noqa: E402
 
 PYTHON_M = (sys.executable, "-W", "ignore", "-m", "ppdiffusers_tome")
 
@@ -387,9 +387,9 @@ def test_lost_node_loses_no_prompt(nodes, exported_folder, tmp_path):
 POISON = """
 import os, json, sys, time
 from PIL import Image
-from ppdiffusers_tome.generation.jobs import AbandonedError, EngineLostError, GeneratedImage, GenerationError, Job
-from ppdiffusers_tome.generation.prompt_file import Prompt
-from ppdiffusers_tome.generation.ray_engines import RayError, RemoteEngine, generate_on_ray, ray_session
+from ppdiffusers_tome.serving.jobs import AbandonedError, EngineLostError, GeneratedImage, GenerationError, Job
+from ppdiffusers_tome.serving.prompt_file import Prompt
+from ppdiffusers_tome.serving.ray_engines import RayError, RemoteEngine, generate_on_ray, ray_session
 
 class Engine:
     name, sampler, methods, can_batch = "model", "DDIM", {}, True

@@ -29,15 +29,15 @@ from ppdiffusers_tome import ToMeConfigError, ToMeError, ToMeExportError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands.serve import load_warm_engine, warm_up_jobs
 from ppdiffusers_tome.errors import install_command
-from ppdiffusers_tome.generation.engine import DETERMINISTIC, Engine, load_engine, scheduler_failure
-from ppdiffusers_tome.generation.jobs import AbandonedError, GenerationError, Job, JobError, Limits, SecondPass
-from ppdiffusers_tome.generation.offline import generate_batch
-from ppdiffusers_tome.generation.prompt_file import Prompt
 from ppdiffusers_tome.inference import load_pipeline, read_manifest
-from ppdiffusers_tome.inference.loading import ModelDefaults, read_defaults
-from ppdiffusers_tome.inference.manifest import Size
+from ppdiffusers_tome.run.defaults import ModelDefaults, read_defaults
+from ppdiffusers_tome.run.manifest import Size
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig, url_of
+from ppdiffusers_tome.serving.engine import DETERMINISTIC, Engine, load_engine, scheduler_failure
+from ppdiffusers_tome.serving.jobs import AbandonedError, GenerationError, Job, JobError, Limits, SecondPass
+from ppdiffusers_tome.serving.offline import generate_batch
+from ppdiffusers_tome.serving.prompt_file import Prompt
 from ppdiffusers_tome.serving.queue import ImageQueue
 from ppdiffusers_tome.serving.server import ServerFailedError, serve
 

@@ -42,10 +42,10 @@ from serving_support import (
 from starlette.testclient import TestClient
 
 from ppdiffusers_tome import ToMeConfigError
-from ppdiffusers_tome.generation.jobs import EngineLostError, GenerationError, Job, JobError
 from ppdiffusers_tome.serving import api_openai, middleware, protocol
 from ppdiffusers_tome.serving.app import FOLDER
 from ppdiffusers_tome.serving.app_config import AppConfig
+from ppdiffusers_tome.serving.jobs import EngineLostError, GenerationError, Job, JobError
 from ppdiffusers_tome.serving.middleware import RequestMiddleware
 from ppdiffusers_tome.serving.tickets import RequestProgress
 

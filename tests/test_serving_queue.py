@@ -15,10 +15,10 @@ from serving_support import IMAGE, LIMITS, OPENAI, TEXT, Clock, FakeEngine, even
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.errors import ParameterError
-from ppdiffusers_tome.generation.jobs import AbandonedError, EngineLostError
 from ppdiffusers_tome.serving import queue as queue_module
 from ppdiffusers_tome.serving import tickets
 from ppdiffusers_tome.serving.app_config import AppConfig
+from ppdiffusers_tome.serving.jobs import AbandonedError, EngineLostError
 from ppdiffusers_tome.serving.queue import ImageQueue
 from ppdiffusers_tome.serving.tickets import Progress
 

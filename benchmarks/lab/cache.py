@@ -14,10 +14,10 @@ from ppdiffusers_tome.comparison.environment import PACKAGE, versions
 from ppdiffusers_tome.config import ToMeConfig
 from ppdiffusers_tome.files import write_file
 from ppdiffusers_tome.inference import ProgramFile
-from ppdiffusers_tome.inference.folder import sha256
+from ppdiffusers_tome.run.folder import sha256
 
 LAB = Path(__file__).parent
-NOT_HASHED = ("_version.py", "cli.py", "commands", "serving")  # in PACKAGE: they do not affect results
+NOT_HASHED = ("_version.py", "cli.py", "commands")  # in PACKAGE: they do not affect results
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,6 @@ def programs_of(root: Path, model: str) -> Cache:
 def program_key(size: int, arm: str, config: ToMeConfig | None, format: str) -> str:
     """The key of a program within the cache of its model. `size` is that of a square image in px.
 
-    `config` is None where nothing merges; `format` is one of `inference.manifest.FORMATS`. The batch is dynamic.
+    `config` is None where nothing merges; `format` is one of `run.manifest.FORMATS`. The batch is dynamic.
     """
     return f"{arm}_{digest([size, arm, config and asdict(config), format])}"

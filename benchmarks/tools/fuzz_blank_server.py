@@ -4,10 +4,10 @@ import os
 
 from PIL import Image
 
-from ppdiffusers_tome.generation.jobs import GeneratedImage, Limits
-from ppdiffusers_tome.inference.manifest import Size
+from ppdiffusers_tome.run.manifest import Size
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig
+from ppdiffusers_tome.serving.jobs import GeneratedImage, Limits
 from ppdiffusers_tome.serving.queue import ImageQueue
 from ppdiffusers_tome.serving.server import serve
 

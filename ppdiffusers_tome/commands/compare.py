@@ -23,13 +23,13 @@ from ..comparison.sheets import save_jpeg
 from ..config import ToMeConfig
 from ..cores import usable_cores
 from ..errors import ParameterError, ToMeConfigError
+from ..export.loading import load_for_export, model_defaults, pipeline_class, require_model_folder
 from ..files import check_writable
-from ..generation.jobs import MAX_SEED, MAX_STEPS
-from ..generation.png import upright_rgb
-from ..generation.prompt_file import model_prompts
-from ..inference import Manifest, load_pipeline, read_manifest
-from ..inference.loading import load_for_export, model_defaults, pipeline_class, require_model_folder
-from ..inference.manifest import MANIFEST, Size, parse_size, ratio_name
+from ..run.manifest import MANIFEST, Manifest, Size, parse_size, ratio_name, read_manifest
+from ..run.pipeline import load_pipeline
+from ..serving.jobs import MAX_SEED, MAX_STEPS
+from ..serving.png import upright_rgb
+from ..serving.prompt_file import model_prompts
 from .image_options import OWN, add_runtime_options, add_step_options, naming_options, runtime_settings, step_settings
 from .merge_options import add_merge_options, all_configs
 

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..config import ToMeConfig
-from ..inference import Manifest, parse_size
-from ..inference.arguments import EXPORT_FORMATS, check_arguments, default_format
-from ..inference.diffusers_layout import LAYOUTS, RUNTIMES, choose_layout
-from ..inference.export import write_export
-from ..inference.loading import load_for_export
-from ..inference.manifest import ratio_name
+from ..export.arguments import EXPORT_FORMATS, check_arguments, default_format
+from ..export.diffusers_layout import LAYOUTS, RUNTIMES, choose_layout
+from ..export.export import write_export
+from ..export.loading import load_for_export
+from ..run.manifest import Manifest, parse_size, ratio_name
 from .image_options import naming_options
 from .merge_options import add_merge_options, add_removed_options, merge_configs
 

@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import ToMeConfigError
-from ..generation.engine import load_engine
-from ..generation.jobs import Job, Limits
-from ..generation.offline import generate, model_hash
-from ..generation.prompt_file import read_prompts
-from ..inference.loading import read_defaults
-from ..inference.manifest import Manifest, parse_size, read_manifest
-from ..inference.runtime import is_gpu
+from ..run.defaults import read_defaults
+from ..run.manifest import Manifest, parse_size, read_manifest
+from ..run.runtime import is_gpu
+from ..serving.engine import load_engine
+from ..serving.jobs import Job, Limits
+from ..serving.offline import generate, model_hash
+from ..serving.prompt_file import read_prompts
 from .image_options import (
     add_options,
     add_runtime_options,

@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 
 from ..cores import usable_cores
 from ..errors import ParameterError, ToMeConfigError, ToMeError, install_command
-from ..generation.jobs import Job, JobError
-from ..generation.offline import MakeImageBackend, generate_here
-from ..inference import RUNTIMES, Manifest, choose_runtime
-from ..inference.loading import ModelDefaults
-from ..inference.pipeline import check_format, default_runtime
+from ..run.defaults import ModelDefaults
+from ..run.manifest import Manifest
+from ..run.pipeline import RUNTIMES, check_format, choose_runtime, default_runtime
+from ..serving.jobs import Job, JobError
+from ..serving.offline import MakeImageBackend, generate_here
 
 OWN = "(default: the model's own)"
 Options: TypeAlias = argparse.ArgumentParser | argparse._ArgumentGroup
@@ -111,11 +111,11 @@ def threads(options: argparse.Namespace) -> int | None:
 
 
 def import_ray_engines() -> ModuleType:
-    """`generation.ray_engines`; ToMeError if Ray is not installed."""
+    """`serving.ray_engines`; ToMeError if Ray is not installed."""
     try:
         import ray  # noqa: F401
 
-        from ..generation import ray_engines
+        from ..serving import ray_engines
     except ImportError as error:
         raise ToMeError(f"{error}. --ray needs: {install_command('ray')}") from error
     return ray_engines

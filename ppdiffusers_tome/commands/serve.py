@@ -16,11 +16,11 @@ from PIL import Image
 
 from ..cores import usable_cores
 from ..errors import ToMeConfigError, ToMeError, install_command
-from ..generation.jobs import Job, Limits
-from ..inference import Manifest, parse_size, read_manifest
-from ..inference.loading import read_defaults
-from ..inference.runtime import is_gpu
+from ..run.defaults import read_defaults
+from ..run.manifest import Manifest, parse_size, read_manifest
+from ..run.runtime import is_gpu
 from ..serving.app_config import KEY_VARIABLE, LOCAL_HOSTS, AppConfig, dns_name
+from ..serving.jobs import Job, Limits
 from .image_options import (
     add_runtime_options,
     add_step_options,
@@ -32,7 +32,7 @@ from .image_options import (
 )
 
 if TYPE_CHECKING:
-    from ..generation.engine import Engine
+    from ..serving.engine import Engine
     from ..serving.queue import ImageQueue
 
 
@@ -188,7 +188,7 @@ def load_warm_engine(
     Paddle's programs are all loaded here: while it creates a predictor it holds Python's global lock, for over a
     second, and the server could not answer.
     """
-    from ..generation.engine import load_engine
+    from ..serving.engine import load_engine
 
     programs = [(size, ratio) for size in limits.sizes for ratio in limits.ratios]
     engine = load_engine(folder, programs, threads=threads, **settings)

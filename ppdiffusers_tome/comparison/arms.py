@@ -12,8 +12,8 @@ from PIL import Image
 from ppdiffusers import DiffusionPipeline
 
 from ..config import ToMeConfig
-from ..inference.manifest import Size
-from ..inference.models import ExportedUNet
+from ..run.manifest import Size
+from ..run.models import ExportedUNet
 from ..summary import ToMeSummary
 from ..wording import method_in_words
 from .clock import now, order_of_round, ratio_within_rounds

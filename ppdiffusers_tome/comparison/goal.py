@@ -9,8 +9,8 @@ from ppdiffusers import DiffusionPipeline
 
 from ..config import ToMeConfig
 from ..errors import ParameterError
-from ..inference.manifest import Size
 from ..methods import METHODS
+from ..run.manifest import Size
 from .arms import Figures, summary_at
 
 # The settings that no other beats in both time and distance from plain: benchmarks/alternatives.md.

@@ -150,7 +150,7 @@ def softmax_attention(
 
 
 def _split_again(heads: paddle.Tensor) -> paddle.Tensor:
-    """The same heads, split from [B, N, heads·d], by which `onnx_programs.fuse_attention` finds an attention."""
+    """The same heads, split from [B, N, heads·d], by which `onnx_attention.fuse_attention` finds an attention."""
     count, width = heads.shape[2:]
     return heads.reshape([0, 0, count * width]).reshape([0, 0, count, width])
 

@@ -1,1 +1,4 @@
-"""Serve an exported pipeline over HTTP: requests become jobs, similar jobs share a call, one thread runs the model."""
+"""Generate images with an exported folder: from a file of prompts, or over HTTP.
+
+Requests and prompts become jobs, similar jobs share a call, and one thread runs the model.
+"""

@@ -19,12 +19,12 @@ from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.requests import ClientDisconnect
 
-from ..generation.jobs import Job, JobError
-from ..inference.manifest import Size
+from ..run.manifest import Size
 from . import protocol
 from .api_errors import CLIENT_GONE, ApiError, internal_error, responses
 from .app_config import AppConfig
 from .handler import DEFAULT_STRENGTH, EncodedImage, RequestHandler
+from .jobs import Job, JobError
 from .middleware import JsonRoute
 from .queue import ImageQueue
 from .tickets import RequestProgress, UnavailableError

@@ -11,13 +11,13 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel
 
 from .._version import __version__
-from ..generation.jobs import Job, JobError, SecondPass
-from ..generation.png import describe, describe_merging, parse_infotext, read_texts
 from . import protocol
 from .api_errors import ApiError, responses
 from .app_config import AppConfig
 from .handler import DEFAULT_STRENGTH, RequestHandler
+from .jobs import Job, JobError, SecondPass
 from .middleware import JsonRoute
+from .png import describe, describe_merging, parse_infotext, read_texts
 from .protocol_webui import (
     OFF,
     EmbeddingsResponse,

@@ -12,10 +12,10 @@ import numpy as np
 from fastapi import Request
 from numpy.typing import NDArray
 
-from ..generation.jobs import MAX_SEED, GeneratedImage, GenerationError, Job, JobError, seed_after
-from ..generation.png import encode_png, load_image
 from .api_errors import CLIENT_GONE, ApiError
 from .app_config import AppConfig
+from .jobs import MAX_SEED, GeneratedImage, GenerationError, Job, JobError, seed_after
+from .png import encode_png, load_image
 from .queue import ImageQueue
 from .tickets import QueueFullError, RequestProgress, UnavailableError
 

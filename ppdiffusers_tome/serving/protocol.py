@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, field_validator
 
-from ..generation.jobs import Limits
-from ..inference.manifest import STRICT
+from ..run.manifest import STRICT
+from .jobs import Limits
 from .tickets import State
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from ..generation.jobs import MAX_SEED, MAX_STEPS
+from .jobs import MAX_SEED, MAX_STEPS
 
 # Most clients send all fields of the schema, also those that they do not use.
 # These fields ask for features that do not exist here, unless they have one of these values, or null.

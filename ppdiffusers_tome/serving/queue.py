@@ -12,8 +12,8 @@ from time import monotonic
 from PIL.Image import Image
 
 from ..errors import ExportChangedError, ParameterError, ToMeError
-from ..generation.engine import Engine
-from ..generation.jobs import (
+from .engine import Engine
+from .jobs import (
     MAX_LOST_ENGINES,
     AbandonedError,
     EngineLostError,

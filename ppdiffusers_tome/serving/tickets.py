@@ -9,7 +9,7 @@ from time import monotonic
 from typing import Literal
 
 from ..errors import ToMeError
-from ..generation.jobs import GeneratedImage, GenerationError, Job, JobError
+from .jobs import GeneratedImage, GenerationError, Job, JobError
 
 State = Literal["loading", "ready", "draining", "failed"]
 

@@ -17,12 +17,12 @@ from ppdiffusers_tome.comparison.environment import commit, versions
 from ppdiffusers_tome.comparison.results import read_json, write_result
 from ppdiffusers_tome.config import ToMeConfig
 from ppdiffusers_tome.errors import ToMeConfigError, ToMeError, ToMeExportError
-from ppdiffusers_tome.generation.engine import load_engine
-from ppdiffusers_tome.generation.offline import ImageBackend, generate, generate_here
+from ppdiffusers_tome.export.export import write_export
+from ppdiffusers_tome.export.loading import load_for_export
 from ppdiffusers_tome.inference import Size, read_manifest
-from ppdiffusers_tome.inference.export import write_export
-from ppdiffusers_tome.inference.loading import load_for_export
-from ppdiffusers_tome.inference.manifest import MANIFEST
+from ppdiffusers_tome.run.manifest import MANIFEST
+from ppdiffusers_tome.serving.engine import load_engine
+from ppdiffusers_tome.serving.offline import ImageBackend, generate, generate_here
 
 from ..cache import digest, model_files, sources, warn_of_damage
 from ..speed.cases import PROGRAM_FORMATS, PROGRAMS

@@ -11,8 +11,8 @@ from PIL import Image, ImageOps
 
 from ppdiffusers_tome.config import ToMeConfig
 from ppdiffusers_tome.errors import ToMeConfigError
-from ppdiffusers_tome.generation.jobs import MAX_SEED, Job, seed_after
-from ppdiffusers_tome.generation.prompt_file import Prompt, model_prompts, read_texts
+from ppdiffusers_tome.serving.jobs import MAX_SEED, Job, seed_after
+from ppdiffusers_tome.serving.prompt_file import Prompt, model_prompts, read_texts
 
 RATIOS = (0.1, 0.25, 0.5, 0.75)
 PHOTOGRAPHS = ("astronaut", "brick", "chelsea", "coffee", "grass", "gravel", "motorcycle_left", "rocket")
@@ -116,7 +116,7 @@ def list_image_sets(ratios: Sequence[float], methods: Sequence[Mapping[str, Any]
 
 
 def prompts_of(model: str, file: Path | None = None) -> list[str]:
-    """The prompts in a file (`generation.prompt_file.read_texts`); without one, those of `model_prompts`.
+    """The prompts in a file (`serving.prompt_file.read_texts`); without one, those of `model_prompts`.
 
     Raises:
         ToMeConfigError: as `read_texts`.

@@ -16,13 +16,13 @@ from ppdiffusers.models.attention_processor import Attention, AttnProcessor, Sli
 
 from ppdiffusers_tome.attach.attach import attach, detach
 from ppdiffusers_tome.comparison.clock import seconds_of
+from ppdiffusers_tome.export.conversion import Converter
+from ppdiffusers_tome.export.export import share_weights
+from ppdiffusers_tome.export.tracing import save
 from ppdiffusers_tome.files import write_file
 from ppdiffusers_tome.inference import ProgramFile, Size, choose_runtime
-from ppdiffusers_tome.inference.conversion import Converter
-from ppdiffusers_tome.inference.export import share_weights
-from ppdiffusers_tome.inference.folder import ONNX_WEIGHTS, ExportedFolder
-from ppdiffusers_tome.inference.onnx_weights import SharedWeights
-from ppdiffusers_tome.inference.tracing import save
+from ppdiffusers_tome.run.folder import ONNX_WEIGHTS, ExportedFolder
+from ppdiffusers_tome.run.onnx_weights import SharedWeights
 
 from ..cache import Cache, program_key
 from .cases import PLANNED, PROGRAMS, Arm

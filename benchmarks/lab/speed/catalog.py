@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import paddle
 
 from ppdiffusers_tome.config import ToMeConfig
-from ppdiffusers_tome.inference.runtime import FUSED_TOLERANCE
+from ppdiffusers_tome.run.runtime import FUSED_TOLERANCE
 
 from .backends import Backend, EagerBackend, ProgramBackend
 from .cases import (

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ppdiffusers_tome.inference.tracing import image_differences, relative_difference
+from ppdiffusers_tome.export.tracing import image_differences, relative_difference
 
 from .cases import BOTH, EAGER, MEMORY_EFFICIENT, PLAIN, Arm
 from .catalog import ARMS, BACKENDS

@@ -15,7 +15,7 @@ import numpy as np
 from paddle.base import core
 
 from ppdiffusers_tome.comparison.clock import order_of_round
-from ppdiffusers_tome.inference.runtime import error_summary
+from ppdiffusers_tome.run.runtime import error_summary
 
 from .backends import Backend
 from .cases import ERROR, MEASURED, PLANNED, Arm, Case, Timing

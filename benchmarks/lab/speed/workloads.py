@@ -7,7 +7,7 @@ from ppdiffusers import UNet2DConditionModel
 
 from ppdiffusers_tome.attach.placement import placements
 from ppdiffusers_tome.config import ToMeConfig
-from ppdiffusers_tome.inference.programs import Traceable, denoiser, unet_inputs
+from ppdiffusers_tome.export.programs import Traceable, denoiser, unet_inputs
 from ppdiffusers_tome.macs import count_macs, saved_macs
 
 from .architectures import ARCHITECTURES
@@ -34,7 +34,7 @@ class Workload:
         return self.denoiser(*positional, added_cond_kwargs=others or None, return_dict=False)[0]
 
     def traceable(self) -> Traceable:
-        """A copy of the denoiser for `inference.tracing.save`; it may be changed."""
+        """A copy of the denoiser for `export.tracing.save`; it may be changed."""
         return denoiser(self.denoiser, None)
 
     def set_inputs(self, seed: int) -> None:

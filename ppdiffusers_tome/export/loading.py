@@ -1,4 +1,4 @@
-"""Models that are not exported: check a model's folder, read its recommended settings, load it for an export."""
+"""Models that are not exported: check a model's folder, read its settings, load it for an export."""
 
 import inspect
 import json
@@ -9,39 +9,14 @@ from typing import Any
 import paddle
 import ppdiffusers
 from ppdiffusers import ControlNetModel, DiffusionPipeline, StableDiffusionControlNetPipeline
-from pydantic import TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
 
 from ..errors import ToMeConfigError, ToMeExportError
 from ..families.grids import latent_grid
 from ..families.models import vae_factor
-from .manifest import MANIFEST, STRICT, first_error
+from ..run.defaults import ModelDefaults, read_defaults
+from ..run.manifest import MANIFEST
 
-DEFAULTS = "defaults.json"  # in a model's folder, and copied to its export
 HUB_NAME = r"\w[\w.-]*/\w[\w.-]*"
-
-
-@dataclass(frozen=True, config=STRICT)
-class ModelDefaults:
-    """Recommended settings of a model, from its `defaults.json`; None where that has no value."""
-
-    size: int | None = None  # px, height and width; an export's default is its first size
-    steps: int | None = None
-    guidance_scale: float | None = None
-    prompts: tuple[str, ...] = ()  # examples, for the page of `serve`
-
-
-def read_defaults(folder: Path) -> ModelDefaults:
-    """Recommended settings of the model in a folder, exported or not.
-
-    Raises:
-        ToMeConfigError: DEFAULTS has another field, or a value that is not allowed.
-    """
-    file = folder / DEFAULTS
-    try:
-        return TypeAdapter(ModelDefaults).validate_json(file.read_bytes()) if file.is_file() else ModelDefaults()
-    except ValidationError as error:
-        raise ToMeConfigError(f"{file}: {first_error(error)}") from None
 
 
 def model_defaults(model: str, pipe: DiffusionPipeline) -> ModelDefaults:

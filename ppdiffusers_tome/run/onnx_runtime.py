@@ -81,7 +81,7 @@ class OnnxProgram(Program):
     """A program in ONNX Runtime, whose sessions may run in several threads at once.
 
     On a CPU its attention is fused, and it shares its weights with the other programs of its folder: see
-    `onnx_programs`. On a CUDA GPU its attention is fused too: see `onnx_gpu`.
+    `onnx_cpu`. On a CUDA GPU its attention is fused too: see `onnx_gpu`.
 
     Args:
         folder: the exported folder that the file is in. None: the file is used once, so no optimized form of it is
@@ -140,12 +140,12 @@ def _program(
 
     The program is a path, or the content of a file. Options are changed for it.
     """
-    from . import onnx_gpu, onnx_programs  # late: to run programs in Paddle, onnx need not be installed
+    from . import onnx_cpu, onnx_gpu  # late: to run programs in Paddle, onnx need not be installed
 
     if runtime.kind not in ("cpu", "cuda"):
         return str(path), {}
     threads, is_half = runtime.cores(), runtime.precision == "fp16"
-    write = partial(onnx_programs.optimized, threads=threads) if runtime.kind == "cpu" else onnx_gpu.half_program
+    write = partial(onnx_cpu.optimized, threads=threads) if runtime.kind == "cpu" else onnx_gpu.half_program
     if folder is not None and (is_half or runtime.kind == "cpu"):
         try:
             written = write(folder, path)
@@ -170,11 +170,11 @@ def _program(
         return onnx_gpu.gpu_program(path), {}
     # ONNX Runtime would map the files into memory, and compute with what is written to them later.
     names = [] if folder is None else weight_files(path)
-    return onnx_programs.fused(path, threads), {name: (path.parent / name).read_bytes() for name in names}
+    return onnx_cpu.fused(path, threads), {name: (path.parent / name).read_bytes() for name in names}
 
 
 def _use_optimized(options: Any) -> None:
-    """Set the options for a program that `onnx_programs.optimized` has written."""
+    """Set the options for a program that `onnx_cpu.optimized` has written."""
     onnxruntime = load_module("onnxruntime")
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # it is optimized already
     options.add_session_config_entry("session.use_env_allocators", "1")

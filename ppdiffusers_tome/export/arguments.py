@@ -15,11 +15,11 @@ from ..config import ToMeConfig, controlnet_config
 from ..errors import ParameterError, ToMeConfigError, ToMeExportError
 from ..families.grids import latent_grid
 from ..families.models import vae_factor
+from ..replacement import check_replaceable, restore
+from ..run.manifest import FORMATS, MANIFEST, READERS, TEXT_ENCODERS, Configs, Size, ratio_name
+from ..run.models import ExportedUNet
 from .conversion import check_converter
 from .diffusers_layout import DiffusersLayout, check_single, is_layout
-from .manifest import FORMATS, MANIFEST, READERS, TEXT_ENCODERS, Configs, Size, ratio_name
-from .models import ExportedUNet
-from .replacement import check_replaceable, restore
 
 EXPORT_FORMATS = {"paddle": FORMATS[:1], "onnx": FORMATS[1:], "both": FORMATS}  # argument → formats of the programs
 NEEDED = ("unet", "vae", "scheduler", *TEXT_ENCODERS, "tokenizer", "tokenizer_2", "controlnet")  # components

@@ -18,7 +18,7 @@ from paddle.base import core
 from paddle.base.proto import framework_pb2
 
 from ..errors import ToMeExportError
-from .onnx_weights import set_places
+from ..run.onnx_weights import set_places
 
 PARAMETER, INPUT = "p", "1.data"  # operators of a `.json` program
 FLOAT32 = "0.t_f32"

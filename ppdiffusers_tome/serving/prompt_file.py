@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from ..errors import ToMeConfigError
-from ..inference.manifest import STRICT, Size, first_error, parse_size
+from ..run.manifest import STRICT, Size, first_error, parse_size
 from .jobs import Job, JobError, Limits, seed_after
 
 MAX_DIGITS = 4000  # of an integer; int() reads at most 4,300

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL.Image import Image, Resampling
 
 from ..errors import ParameterError, ToMeConfigError, ToMeError
-from ..inference.manifest import Size, find_ratio
+from ..run.manifest import Size, find_ratio
 
 MAX_SEED = 2**32 - 1
 MAX_STEPS = 1000  # as many as models are trained with

@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from ..errors import ToMeError
 from ..files import UNFINISHED, write_file
-from ..inference.folder import sha256
-from ..inference.manifest import MANIFEST
+from ..run.folder import sha256
+from ..run.manifest import MANIFEST
 from .engine import Engine
 from .jobs import AbandonedError, EngineLostError
 from .png import encode_png

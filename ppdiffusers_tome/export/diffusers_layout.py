@@ -20,10 +20,10 @@ from .._version import __version__
 from ..config import ToMeConfig
 from ..errors import ParameterError, ToMeExportError
 from ..families.models import vae_factor
+from ..run.manifest import TEXT_ENCODERS, Configs, ProgramFile, Size, ratio_name
+from ..run.onnx_weights import external_places, set_places
+from ..run.runtime import load_module
 from ..wording import method_in_words
-from .manifest import TEXT_ENCODERS, Configs, ProgramFile, Size, ratio_name
-from .onnx_weights import external_places, set_places
-from .runtime import load_module
 
 if TYPE_CHECKING:
     import onnx
@@ -241,7 +241,7 @@ def _write_model(
     """Write one model as the loaders read it, and move its weights beside it."""
     import onnx
 
-    from .onnx_programs import fuse_attention
+    from ..run.onnx_attention import fuse_attention
 
     program = onnx.load(str(source), load_external_data=False)
     graph = program.graph
@@ -297,7 +297,7 @@ def _skip_casts_of_inputs(program: "onnx.ModelProto") -> None:
 
     OpenVINO removes them too, and then the input has both names, of which loaders read either.
     """
-    from .onnx_programs import casts
+    from ..run.onnx_graph import casts
 
     dtypes = {value.name: value.type.tensor_type.elem_type for value in program.graph.input}
     outputs = {value.name for value in program.graph.output}

@@ -15,8 +15,9 @@ from onnx import TensorProto, numpy_helper
 from onnx.external_data_helper import uses_external_data
 
 from .folder import ExportedFolder
+from .onnx_attention import fuse_attention
 from .onnx_cache import cached
-from .onnx_programs import casts, drop_unused, fuse_attention, rewrite
+from .onnx_graph import casts, drop_unused, rewrite
 from .onnx_weights import ALIGNMENT, IN_MEMORY, SharedWeights, external_places, set_places
 
 # Comparisons decide which tokens merge. They stay in float32, and so do the nodes between ROUNDED nodes and them.

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 
 from .._version import __version__
-from ..inference.manifest import Size
+from ..run.manifest import Size
 from .jobs import Job, JobError, Limits
 
 ACCEPTED = ("PNG", "JPEG", "WEBP")

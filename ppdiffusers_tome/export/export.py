@@ -19,6 +19,23 @@ from ..attach.attach import attach, detach
 from ..attach.passes import gpu_form
 from ..config import ToMeConfig
 from ..families.models import text_tokens, vae_factor
+from ..replacement import replacing
+from ..run.defaults import DEFAULTS
+from ..run.folder import ONNX_WEIGHTS, FileFacts, sha256
+from ..run.manifest import (
+    CONFIGS,
+    CONTROLNET_CONFIG,
+    COPIED,
+    READERS,
+    Configs,
+    Manifest,
+    ProgramFile,
+    Size,
+    list_programs,
+    ratio_name,
+)
+from ..run.onnx_weights import SharedWeights
+from ..run.paddle_runtime import PaddleRuntime
 from . import programs
 from .arguments import (
     EXPORT_FORMATS,
@@ -35,24 +52,7 @@ from .arguments import (
 )
 from .conversion import Converter
 from .diffusers_layout import DiffusersLayout, check_loadable, choose_layout, text_encoders, write_layout
-from .folder import ONNX_WEIGHTS, FileFacts, sha256
-from .loading import DEFAULTS
-from .manifest import (
-    CONFIGS,
-    CONTROLNET_CONFIG,
-    COPIED,
-    READERS,
-    Configs,
-    Manifest,
-    ProgramFile,
-    Size,
-    list_programs,
-    ratio_name,
-)
-from .onnx_weights import SharedWeights
-from .paddle_runtime import PaddleRuntime
 from .programs import Traceable, count_residuals
-from .replacement import replacing
 from .tracing import save
 
 RUNTIME_MODEL = ["ppdiffusers", "PaddleInferRuntimeModel"]  # the class that ppdiffusers loads a program with

@@ -16,8 +16,8 @@ from ppdiffusers import StableDiffusionXLPipeline as FromTextXL
 from ppdiffusers.image_processor import VaeImageProcessor
 
 from ..errors import ExportChangedError, ToMeConfigError
-from ..inference import Manifest, load_pipeline, read_manifest
-from ..inference.manifest import Size
+from ..run.manifest import Manifest, Size, read_manifest
+from ..run.pipeline import load_pipeline
 from .jobs import AbandonedError, GeneratedImage, GenerationError, Job, JobError
 
 # Schedulers whose steps sample no noise. Others sample it from one generator for the whole batch, so an image would

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ToMeExportError, install_command
-from .onnx_weights import EXTERNAL_SUFFIX
+from ..run.onnx_weights import EXTERNAL_SUFFIX
 
 if TYPE_CHECKING:
     import onnx
@@ -84,7 +84,7 @@ class Converter(AbstractContextManager["Converter"]):
         """
         import onnx  # late, as what imports it: without a conversion, it need not be installed
 
-        from .onnx_programs import fix_paddle2onnx
+        from .onnx_fixes import fix_paddle2onnx
 
         target = program.with_suffix(".onnx")
         convert = self._convert_paddle3 if program.suffix == ".json" else self._convert

@@ -14,9 +14,9 @@ from pydantic.dataclasses import dataclass
 from ..config import ToMeConfig, upgraded
 from ..errors import ParameterError, ToMeConfigError, ToMeExportError
 from ..methods import METHODS
+from ..replacement import earlier_folder
 from ..wording import method_in_words
 from .folder import ONNX_WEIGHTS, ExportedFolder, FileFacts
-from .replacement import earlier_folder
 
 MANIFEST = "tome.json"
 # The folder of each model's config: ppdiffusers reads it from beside a program.

@@ -16,13 +16,13 @@ from paddle import nn
 from paddle.base.proto import framework_pb2
 
 from ..errors import ToMeExportError
+from ..run.folder import ExportedFolder
+from ..run.manifest import ProgramFile
+from ..run.onnx_runtime import OnnxProgram, OnnxRuntime
+from ..run.paddle_runtime import PaddleRuntime
+from ..run.runtime import FUSED_TOLERANCE, Program, error_summary, return_memory
 from .conversion import Converter
-from .folder import ExportedFolder
-from .manifest import ProgramFile
-from .onnx_runtime import OnnxProgram, OnnxRuntime
-from .paddle_runtime import PaddleRuntime
 from .programs import Traceable
-from .runtime import FUSED_TOLERANCE, Program, error_summary, return_memory
 
 STEM = "inference"  # the file name that ppdiffusers expects
 BATCHES = (1, 2)

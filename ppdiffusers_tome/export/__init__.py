@@ -1,0 +1,1 @@
+"""Write a folder with the programs of a pipeline: trace its models, check them, convert them to ONNX."""

@@ -1,0 +1,1 @@
+"""Run an exported folder in Paddle Inference, ONNX Runtime or OpenVINO: load its programs and build a pipeline."""
