@@ -67,7 +67,7 @@ demo: $(VENV)/.installed ## compare plain and merged images of the bundled model
 
 # OpenAI's client for JavaScript. Its test is skipped without it, so that a machine without npm or a registry can test the rest.
 JAVASCRIPT := build/javascript/.installed
-$(JAVASCRIPT): tests/javascript/package.json tests/javascript/package-lock.json
+$(JAVASCRIPT): tests/serving/javascript/package.json tests/serving/javascript/package-lock.json
 	@mkdir -p $(@D) && cp $^ $(@D)
 	@if ! command -v npm >/dev/null; then echo 'no npm (Debian: apt-get install npm): the test of the client for JavaScript is skipped'; \
 	elif cd $(@D) && npm ci --ignore-scripts --no-audit --no-fund --fetch-retries=0 --silent; then touch $(@F); \
@@ -84,13 +84,13 @@ test-install: ## install ".[cpu]" with pip into an empty environment of 2 GB, an
 NEWER := one_entry patch attention transformers families features api models macs rotary newer_pipelines
 test-newer: $(VENV)/.installed-test ## test merging on another ppdiffusers: SOURCE=its folder; those after 0.29.0 need Paddle 3
 	@test -f "$(SOURCE)/ppdiffusers/__init__.py" || { echo 'Needs SOURCE=DIR, the folder that contains the package ppdiffusers' >&2; exit 1; }
-	PPDIFFUSERS_SOURCE="$(abspath $(SOURCE))" OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(NEWER:%=tests/test_%.py) $(ARGS)
+	PPDIFFUSERS_SOURCE="$(abspath $(SOURCE))" OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(NEWER:%=tests/core/test_%.py) $(ARGS)
 
 test-ray: $(VENV)/.installed-ray ## run the tests that start Ray: a few minutes
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -m ray -n 0 tests/test_ray.py $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -m ray -n 0 tests/serving/test_ray.py $(ARGS)
 
 test-optimum: $(VENV)/.installed-test build/optimum-venv/.complete ## load exports with --layout diffusers in Optimum and OpenVINO GenAI, in build/optimum-venv/ (2 GB): ten minutes
-	OPTIMUM_PYTHON=$(abspath build/optimum-venv/bin/python) OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 0 tests/test_diffusers_layout_loaders.py $(ARGS)
+	OPTIMUM_PYTHON=$(abspath build/optimum-venv/bin/python) OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 0 tests/export/test_diffusers_layout_loaders.py $(ARGS)
 
 build/optimum-venv/.complete: requirements/optimum.txt
 	$(PYTHON) -m venv --clear build/optimum-venv
@@ -104,7 +104,7 @@ browser:
 
 test-page: browser $(VENV)/.installed-test build/emoji/tome.json ## test the page in a browser, write images of it to build/page/ and docs/page.png: five minutes
 	mkdir -p build/page
-	CHROMIUM=$(CHROMIUM) PAGE_MODEL=build/emoji PAGE_SCREENSHOTS=build/page OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 0 tests/test_page.py tests/test_page_scripts.py $(ARGS)
+	CHROMIUM=$(CHROMIUM) PAGE_MODEL=build/emoji PAGE_SCREENSHOTS=build/page OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 0 tests/serving/test_page.py tests/serving/test_page_scripts.py $(ARGS)
 	if [ -f build/page/page.png ]; then cp build/page/page.png docs/page.png; fi
 
 build/emoji/tome.json: $(VENV)/.installed

@@ -5,7 +5,7 @@ Run it in the environment of requirements/optimum.txt, which `make test-optimum`
     build/optimum-venv/bin/python benchmarks/loaders.py --plain build/scenes_plain --merged build/scenes_onnx
 
 measures how much faster the merged folder is than the plain one, in turns, in each library that reads the folders.
-`tests/test_diffusers_layout_loaders.py` calls `generate` in a process of its own.
+`tests/export/test_diffusers_layout_loaders.py` calls `generate` in a process of its own.
 """
 
 import argparse

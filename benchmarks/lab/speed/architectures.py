@@ -46,8 +46,8 @@ class Architecture:
         return grid_at(self.latent(size), self.first_level)
 
 
-# Sources: unet/config.json of these models on Hugging Face. tests/test_speed_architectures.py compares the numbers of
-# parameters with the published ones.
+# Sources: unet/config.json of these models on Hugging Face. tests/benchmarks/test_speed_architectures.py compares the
+# numbers of parameters with the published ones.
 _PUBLISHED = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 ARCHITECTURES = {name: Architecture(**fields) for name, fields in _PUBLISHED.items()}
 

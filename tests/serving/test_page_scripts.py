@@ -1,4 +1,4 @@
-"""The page's scripts that need no document, in Node's own test runner: tests/page/*.test.js."""
+"""The page's scripts that need no document, in Node's own test runner: tests/serving/page/*.test.js."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from ppdiffusers_tome.serving.jobs import Job
 from ppdiffusers_tome.serving.png import encode_png
 from ppdiffusers_tome.wording import method_in_words
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NODE = shutil.which("node")
 SETTINGS = (
     {},
@@ -39,7 +39,7 @@ class Source:
 def test_scripts(tmp_path):
     """The tests run in a folder of their own, whose package.json makes them modules, with files of the server."""
     shutil.copytree(FOLDER, tmp_path / "page")
-    for test in (ROOT / "tests" / "page").glob("*.test.js"):
+    for test in Path(__file__).with_name("page").glob("*.test.js"):
         shutil.copy(test, tmp_path)
     (tmp_path / "package.json").write_text('{"type": "module"}')
     methods = [method_in_words(ToMeConfig(**settings)) for settings in SETTINGS]

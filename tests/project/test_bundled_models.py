@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from ppdiffusers import ControlNetModel, StableDiffusionControlNetPipeline
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 CONTROLNET = EXAMPLES / "emoji_sd" / "controlnet"
 PROMPT = "a flat drawing of penguin"

@@ -16,7 +16,7 @@ from PIL import Image
 
 from ppdiffusers_tome import ToMeError
 
-GOLDEN = Path(__file__).with_name("golden")
+GOLDEN = Path(__file__).parents[1] / "golden"
 FEATURE_TOLERANCE = {"rtol": 0, "atol": 5e-5}  # of values up to 8; float32 through 17 blocks differs by 6e-6
 DISTANCE_TOLERANCE = 2e-6
 
@@ -100,13 +100,13 @@ def test_only_the_expected_weights_are_read(weights, tmp_path, monkeypatch):
 
 
 def test_requirements_pin_the_expected_weights():
-    pins = (GOLDEN.parents[1] / "requirements" / "bench.txt").read_text().split()
+    pins = (Path(__file__).parents[2] / "requirements" / "bench.txt").read_text().split()
     assert {f"{weights.package}=={weights.version}" for weights in (EFFICIENTNET, STLPIPS)} <= set(pins)
 
 
 @pytest.mark.parametrize("weights", [EFFICIENTNET, STLPIPS], ids=lambda weights: weights.package)
 def test_graphs_are_those_of_the_script_and_hold_no_weights(weights, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     script = importlib.import_module("quality_networks")
     committed = weights.graph.read_bytes()
     assert len(committed) < 50_000

@@ -18,6 +18,7 @@ from serving_support import OPENAI, read_answer, serving, until
 
 from ppdiffusers_tome.serving.app_config import AppConfig
 
+ROOT = Path(__file__).parents[2]
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 OPENAPI = HEALTH.replace(b"health", b"openapi.json")  # the longest answer
 
@@ -137,7 +138,7 @@ serve(queue, create_app(queue, AppConfig()), port=0, seconds=float(sys.argv[1]))
 def process(tmp_path, seconds):
     """A server in its own process: Popen, URL and log."""
     path = tmp_path / "log"
-    paths = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[1])))
+    paths = os.pathsep.join(map(str, (ROOT / "tests", ROOT)))
     with path.open("w") as output:
         running = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", SERVER, str(seconds)],

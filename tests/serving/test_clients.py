@@ -31,7 +31,7 @@ from ppdiffusers_tome.serving.prometheus import Metrics
 
 KEY = "correct-horse"
 NODE = shutil.which("node")
-JAVASCRIPT = Path(__file__).parents[1] / "build" / "javascript" / "node_modules"
+JAVASCRIPT = Path(__file__).parents[2] / "build" / "javascript" / "node_modules"
 DATA_URL = "data:image/png;base64,"
 
 

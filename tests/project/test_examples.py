@@ -15,7 +15,7 @@ from serving_support import FakeEngine, serving
 
 from ppdiffusers_tome.inference import load_pipeline
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SIZES = {  # px, of the image that each script writes
     "text_to_image": (256, 256),
     "controlnet": (128, 128),

@@ -50,7 +50,7 @@ def all_differ(*images):
     return all(np.abs(image - other).max() > 1e-4 for i, image in enumerate(images) for other in images[:i])
 
 
-PAGE = (Path(__file__).parents[1] / "docs" / "development" / "families.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "development" / "families.md").read_text(encoding="utf-8")
 # The models that merge by default, by pipeline class, as the page lists them.
 ROWS = re.findall(r"^\| ([a-z_, ]+) \| (`.+`) \|$", PAGE.partition("## Added after")[0], re.MULTILINE)
 LISTED = {name: models for models, names in ROWS for name in re.findall(r"`(\w+)`", names)}

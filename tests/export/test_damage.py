@@ -14,7 +14,7 @@ import pytest
 from ppdiffusers_tome import ToMeExportError
 from ppdiffusers_tome.inference import load_pipeline, read_manifest
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks" / "tools"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "tools"))
 import fuzz_files
 
 

@@ -10,7 +10,7 @@ import ppdiffusers_tome
 from ppdiffusers_tome.families.table import FAMILIES
 
 PACKAGE = Path(ppdiffusers_tome.__file__).parent
-DOCUMENT = Path(__file__).parents[1] / "docs" / "development" / "architecture.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "development" / "architecture.md"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -49,7 +49,7 @@ from ppdiffusers_tome.serving.jobs import EngineLostError, GenerationError, Job,
 from ppdiffusers_tome.serving.middleware import RequestMiddleware
 from ppdiffusers_tome.serving.tickets import RequestProgress
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 KEY = "correct-horse"
 JSON_HEADER = {"Content-Type": "application/json"}
 JSON = "Content-Type: application/json\r\n"

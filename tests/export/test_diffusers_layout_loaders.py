@@ -30,8 +30,8 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="needs Optimum in an environment of its own: make test-optimum"),
     pytest.mark.timeout(3000),
 ]
-TESTS = Path(__file__).parent
-SCENES_SD = TESTS.parent / "examples" / "scenes_sd"
+ROOT = Path(__file__).parents[2]
+SCENES_SD = ROOT / "examples" / "scenes_sd"
 SIZES = {"scenes": (128, 192), "sdxl": (64, 96)}  # height and width in px
 PROMPT = "a photo of a fox on grass"
 # Decibels to our runtime's image. GenAI returns bytes, and rounds down.
@@ -108,7 +108,7 @@ def generate_there(model, name, loader, class_name, tmp_path, noise, settings, *
     settings = {"prompt": PROMPT, "size": model.size, **settings}
     arrays = {f"noise_{i}": array for i, array in enumerate(noise)}
     np.savez(tmp_path / "job.npz", settings=json.dumps(settings), **arrays, **images)
-    script, job, output = TESTS / "loader_images.py", tmp_path / "job.npz", tmp_path / "images.npy"
+    script, job, output = Path(__file__).with_name("loader_images.py"), tmp_path / "job.npz", tmp_path / "images.npy"
     run_there(PYTHON, script, model.folder(name), loader, class_name, job, output)
     return np.load(output)
 
@@ -184,7 +184,7 @@ def test_images_from_an_image(scenes, cls, name, loader, tmp_path, monkeypatch):
 )
 def test_examples(tiny_sdxl, script, name, tmp_path):
     output = tmp_path / "image.png"
-    example = TESTS.parent / "examples" / f"{script}.py"
+    example = ROOT / "examples" / f"{script}.py"
     run_there(PYTHON, example, tiny_sdxl.folder(name), PROMPT, output)
     image = Image.open(output)
     assert image.size == tiny_sdxl.size[::-1] and np.ptp(np.asarray(image)) > 0

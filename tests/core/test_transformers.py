@@ -10,7 +10,7 @@ from paddle import nn
 from ppdiffusers.models.attention import JointTransformerBlock
 from ppdiffusers.models.attention_processor import Attention, JointAttnProcessor2_5
 from ppdiffusers_source import newer_class, runnable
-from test_export import OfSD3
+from test_jit import OfSD3
 from zoo import ZOO, parts
 from zoo.noise import noise
 from zoo.transformers import HIDDEN, dit, pixart, sd3, sd3_controlnet

@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from ppdiffusers_tome import UnsupportedVersionError
 from ppdiffusers_tome.compatibility import check_version
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 REQUIRED = re.search(r'"(ppdiffusers[<>=].*?)"', (ROOT / "setup.py").read_text())[1]
 
 

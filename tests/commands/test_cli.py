@@ -41,7 +41,7 @@ def test_ctrl_c_is_one_line_that_names_how_to_continue(monkeypatch, capsys, modu
 
 def test_errors_name_the_locked_versions_of_missing_packages(tmp_path):
     """What pip chooses for an extra replaces locked packages, and ppdiffusers no longer imports."""
-    repository = Path(__file__).parents[1]
+    repository = Path(__file__).parents[2]
     build = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", str(tmp_path / "a wheel")]
     subprocess.run(build, cwd=repository, check=True, capture_output=True)
     installed = runpy.run_path(str(tmp_path / "a wheel" / "ppdiffusers_tome" / "errors.py"))["install_command"]

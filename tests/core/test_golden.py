@@ -10,7 +10,7 @@ from conftest import groups
 
 from ppdiffusers_tome import Grid, match_tokens, merge, unmerge
 
-GOLDEN = Path(__file__).with_name("golden")
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def cases_of(name):
