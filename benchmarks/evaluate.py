@@ -16,7 +16,7 @@ from lab.quality.image_sets import RATIOS, Evaluation, list_image_sets, prompts_
 from lab.quality.quality_report import write_quality_page
 from lab.speed.cases import ONNX_RUNTIME
 
-from ppdiffusers_tome.commands.image_options import OWN, add_step_options, step_settings
+from ppdiffusers_tome.commands.image_options import MODEL_DEFAULT_HELP, add_step_options, step_settings
 from ppdiffusers_tome.commands.merge_options import add_merge_options, read_methods
 from ppdiffusers_tome.comparison.results import command_line, read_json, write_result
 from ppdiffusers_tome.cores import usable_cores
@@ -38,8 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     prompts = "the model's prompts.txt, or a few general ones"
     option("--prompts", type=Path, help=f".txt or .jsonl (default: {prompts})")
     option("--count", type=int, default=256, help=f"images in each set; prompts repeat with other seeds {default}")
-    option("--size", type=int, help=f"px, height and width {OWN}")
-    add_step_options(parser, OWN)
+    option("--size", type=int, help=f"px, height and width {MODEL_DEFAULT_HELP}")
+    add_step_options(parser, MODEL_DEFAULT_HELP)
     option("--ratio", type=float, nargs="+", default=list(RATIOS), help=f"shares of tokens to merge {default}")
     add_merge_options(parser, "other ways to merge, at each --ratio or at their own")
     option("--real", type=Path, help="folder of real images (PNG), to measure KID to them too")

@@ -21,7 +21,7 @@ def replacing(folder: Path, overwrite: bool = True) -> Iterator[Path]:
 
     The earlier folder is renamed to `.NAME.replaced`, the new one takes its name, and only then the earlier one is
     deleted. Between the two renames `folder` does not exist. If the process is killed there, the next one that
-    writes an export renames the earlier one back, by `restore`. One that only reads changes nothing: it reports where
+    writes an export renames the earlier one back, by `restore`. Readers never rename: they report where
     the earlier one is, which `earlier_folder` finds.
 
     The next process that replaces the same folder deletes what a killed one left behind

@@ -30,7 +30,14 @@ from ..run.pipeline import load_pipeline
 from ..serving.jobs import MAX_SEED, MAX_STEPS
 from ..serving.png import upright_rgb
 from ..serving.prompt_file import model_prompts
-from .image_options import OWN, add_runtime_options, add_step_options, naming_options, runtime_settings, step_settings
+from .image_options import (
+    MODEL_DEFAULT_HELP,
+    add_runtime_options,
+    add_step_options,
+    naming_options,
+    runtime_settings,
+    step_settings,
+)
 from .merge_options import add_merge_options, all_configs
 
 NOT_REACHED = 1  # exit status
@@ -72,12 +79,12 @@ def add(commands: argparse._SubParsersAction) -> None:
     option(
         "--prompt", nargs="+", metavar="TEXT", help="one or several (default: the first of the model's prompts.txt)"
     )
-    option("--size", nargs="+", help=f"one or several, px or WIDTHxHEIGHT in px {OWN}")
+    option("--size", nargs="+", help=f"one or several, px or WIDTHxHEIGHT in px {MODEL_DEFAULT_HELP}")
     ratios = "one or several; a method runs at each that it allows, or at its own"
     option("--ratio", type=float, nargs="+", help=f"{ratios} (default: its own; of an export all)")
     option("--batch", type=int, default=1, help=f"images of each prompt, in one call of the pipeline {default}")
     option("--seed", type=int, default=0, help=f"of the noise of every prompt {default}")
-    add_step_options(command, OWN)
+    add_step_options(command, MODEL_DEFAULT_HELP)
     option("--rounds", type=int, default=ROUNDS, help=f"timed steps of plain and of each method {default}")
     option("--threads", type=int, default=usable_cores(), help=f"CPU threads {default}")
     option("--output", type=Path, default=Path("outputs"), help=f"folder for the sheets {default}")

@@ -15,15 +15,15 @@ from ..serving.jobs import Job, Limits
 from ..serving.offline import generate, model_hash
 from ..serving.prompt_file import read_prompts
 from .image_options import (
-    add_options,
     add_runtime_options,
     add_step_options,
+    add_worker_options,
     check_runtime,
     naming_options,
     open_image_backend,
     runtime_settings,
     step_settings,
-    threads,
+    threads_per_process,
 )
 
 
@@ -42,14 +42,14 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--negative-prompt", default="", help="what the images should not show")
     option("--batch", type=int, default=4, help="largest number of images in one pipeline call (default: %(default)s)")
     add_runtime_options(command)
-    add_options(command)
+    add_worker_options(command)
     command.set_defaults(run=_generate)
 
 
 def _generate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if options.batch < 1:
         raise ToMeConfigError(f"--batch {options.batch} is not allowed: it must be 1 or more")
-    load_threads = threads(options)
+    load_threads = threads_per_process(options)
     model = options.model.resolve()
     manifest = read_manifest(model)
     check_runtime(manifest, options)

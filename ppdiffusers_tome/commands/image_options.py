@@ -14,21 +14,21 @@ from ..run.pipeline import RUNTIMES, check_format, choose_runtime, default_runti
 from ..serving.jobs import Job, JobError
 from ..serving.offline import MakeImageBackend, generate_here
 
-OWN = "(default: the model's own)"
+MODEL_DEFAULT_HELP = "(default: the model's own)"
 Options: TypeAlias = argparse.ArgumentParser | argparse._ArgumentGroup
-FALLBACK = ModelDefaults(steps=Job.steps, guidance_scale=Job.guidance_scale)  # of models that have none of their own
+DEFAULTS = ModelDefaults(steps=Job.steps, guidance_scale=Job.guidance_scale)  # for models without their own
 
 
 def add_step_options(group: Options, default: str = "(default: the model's own, or {})") -> None:
     """Add the options that `step_settings` reads."""
-    group.add_argument("--steps", type=int, help=f"denoising steps {default.format(FALLBACK.steps)}")
-    scale = f"weight of classifier-free guidance {default.format(FALLBACK.guidance_scale)}"
+    group.add_argument("--steps", type=int, help=f"denoising steps {default.format(DEFAULTS.steps)}")
+    scale = f"weight of classifier-free guidance {default.format(DEFAULTS.guidance_scale)}"
     group.add_argument("--guidance-scale", type=float, help=scale)
 
 
 def step_settings(options: argparse.Namespace, own: ModelDefaults) -> dict[str, Any]:
     """The number of steps and the guidance scale that an exported model generates with unless a job sets them."""
-    sources = (options, own, FALLBACK)
+    sources = (options, own, DEFAULTS)
     names = ("steps", "guidance_scale")
     return {name: next(v for s in sources if (v := getattr(s, name)) is not None) for name in names}
 
@@ -88,7 +88,7 @@ def check_runtime(manifest: Manifest, options: argparse.Namespace) -> None:
         choose_runtime(**{name: value for name, value in settings.items() if name not in ("verify", "max_programs")})
 
 
-def add_options(command: argparse.ArgumentParser) -> None:
+def add_worker_options(command: argparse.ArgumentParser) -> None:
     """Add the options that `open_image_backend` reads."""
     default = "(default: all cores, divided among the actors; 1 with --ray-address)"
     command.add_argument("--threads", type=int, help=f"CPU threads per process {default}")
@@ -99,7 +99,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     ray.add_argument("--ray-address", help="address of a Ray cluster (default: start Ray on this machine)")
 
 
-def threads(options: argparse.Namespace) -> int | None:
+def threads_per_process(options: argparse.Namespace) -> int | None:
     """Threads of each process with an engine; None for all cores."""
     for name in ("actors", "threads"):
         value = getattr(options, name)
@@ -132,6 +132,6 @@ def open_image_backend(options: argparse.Namespace, gpu: bool) -> Iterator[MakeI
         yield generate_here
         return
     ray_engines = import_ray_engines()
-    cpus, gpus = threads(options) or 1, 1.0 if gpu else 0.0
+    cpus, gpus = threads_per_process(options) or 1, 1.0 if gpu else 0.0
     with ray_engines.ray_session(options.ray_address, options.actors * cpus, options.actors * gpus, shows_logs=False):
         yield lambda load: ray_engines.generate_on_ray(load, options.actors, cpus, gpus)

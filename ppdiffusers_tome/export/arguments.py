@@ -27,7 +27,7 @@ STEP = 8  # px: ppdiffusers' pipelines reject a height or width that is not a mu
 
 
 def default_format() -> str:
-    """The format of an export unless another one is chosen, one of `EXPORT_FORMATS`.
+    """The default format of an export, one of `EXPORT_FORMATS`.
 
     It is that of the default runtime: ONNX, or Paddle's where Paddle is a build for GPUs (paddlepaddle-gpu).
     """

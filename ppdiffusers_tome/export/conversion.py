@@ -82,7 +82,7 @@ class Converter(AbstractContextManager["Converter"]):
         Raises:
             ToMeExportError: paddle2onnx cannot convert it, or the result is not valid ONNX.
         """
-        import onnx  # late, as what imports it: without a conversion, it need not be installed
+        import onnx  # imported here because onnx is optional
 
         from .onnx_fixes import fix_paddle2onnx
 
@@ -149,7 +149,7 @@ def _in_float32(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reason(lines: list[str], status: int) -> str:
-    """The converter's line about what it cannot convert, or how it ended."""
+    """The most informative line of the converter's output, or its exit status."""
     for words in ("not support", "Only support", "rror", "ailed"):  # the most informative first
         for line in lines:
             if words in line:

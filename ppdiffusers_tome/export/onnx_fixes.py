@@ -8,7 +8,7 @@ from ..run.onnx_graph import Graph, casts, rewrite
 
 
 def fix_paddle2onnx(model: onnx.ModelProto) -> None:
-    """Replace the nodes of a model by paddle2onnx that runtimes compute wrongly."""
+    """Replace the nodes of a converted model that runtimes compute wrongly."""
     _undo_casts_of_integers(model)
     _scatter_elements(model)
 

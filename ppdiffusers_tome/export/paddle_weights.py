@@ -36,7 +36,7 @@ class Stored:
 
 
 def weights_to_inputs(program: dict[str, Any], params: Path, others: Path) -> dict[str, Stored]:
-    """Make inputs of the weights of a program, and write its other parameters, such as biases, to a file.
+    """Turn the weights of a program into inputs, and write its other parameters, such as biases, to a file.
 
     A weight is a float32 parameter of two or more dimensions.
 
@@ -73,7 +73,7 @@ def weights_to_inputs(program: dict[str, Any], params: Path, others: Path) -> di
 
 
 def inputs_to_weights(model: onnx.ModelProto, weights: dict[str, Stored], params: Path) -> None:
-    """Make initializers of the inputs of an ONNX program that stand for weights, with their data in `params`.
+    """Turn the inputs that replaced weights back into initializers, whose data is in `params`.
 
     The program must be stored in the folder of `params`.
     """

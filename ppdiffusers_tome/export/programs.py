@@ -60,7 +60,7 @@ class Traceable:
         self.layer.eval()
 
 
-class OneModel(nn.Layer):
+class ModelWrapper(nn.Layer):
     """A layer around one model."""
 
     def __init__(self, model: nn.Layer) -> None:
@@ -68,7 +68,7 @@ class OneModel(nn.Layer):
         self.model = model
 
 
-class TextEncoder(OneModel):
+class TextEncoder(ModelWrapper):
     """Text encoder of Stable Diffusion: the last hidden state [B, T, D] and the pooled one [B, D]."""
 
     def forward(self, input_ids: paddle.Tensor) -> tuple[paddle.Tensor, ...]:
@@ -76,7 +76,7 @@ class TextEncoder(OneModel):
         return out[0], out[1]
 
 
-class TextEncoderXL(OneModel):
+class TextEncoderXL(ModelWrapper):
     """Text encoders of SDXL: the penultimate hidden state [B, T, D] and the pooled (second: projected) one [B, D]."""
 
     def forward(self, input_ids: paddle.Tensor) -> tuple[paddle.Tensor, ...]:
@@ -85,7 +85,7 @@ class TextEncoderXL(OneModel):
         return out.hidden_states[-2], out[0]
 
 
-class TextEncoderStates(OneModel):
+class TextEncoderStates(ModelWrapper):
     """Text encoder with the states of all its layers: its two outputs, and the input [B, T, D] and output of each.
 
     The two outputs are the last hidden state and the pooled one, or with a projection the pooled and projected one
@@ -97,7 +97,7 @@ class TextEncoderStates(OneModel):
         return out[0], out[1], *out.hidden_states
 
 
-class VaeEncoder(OneModel):
+class VaeEncoder(ModelWrapper):
     """VAE encoder: the mode of the latent distribution, [B, 4, h, w], and its log variance."""
 
     def forward(self, sample: paddle.Tensor) -> tuple[paddle.Tensor, ...]:
@@ -105,7 +105,7 @@ class VaeEncoder(OneModel):
         return distribution.mode(), distribution.logvar
 
 
-class VaeDecoder(OneModel):
+class VaeDecoder(ModelWrapper):
     """VAE decoder: an image [B, 3, H, W], from -1 to 1."""
 
     def forward(self, latent_sample: paddle.Tensor) -> paddle.Tensor:

@@ -31,7 +31,7 @@ TOLERANCE = 1e-5  # largest relative difference between program and eager, in fp
 # the other one, so the outputs of an input may differ by more although nothing is wrong: often, with many
 # tokens. Wrong kernels differ on all inputs.
 TRIES = 8
-MIN_THREADS = 2  # for the compared programs, so that a race between threads shows
+MIN_THREADS = 2  # for the compared programs, so that data races become visible
 CALL_STACK = "op_callstack"  # attribute of an operator in a `.pdmodel` file
 
 
@@ -87,7 +87,7 @@ def save(
         ToMeExportError: Paddle cannot trace the layer or paddle2onnx not convert its program, or the program differs
             from eager, or from run to run, by more than TOLERANCE, or FUSED_TOLERANCE in ONNX Runtime.
     """
-    return_memory()  # that of the program before
+    return_memory()  # free the previous program's memory
     comparison = _Comparison(traceable, dims)
     fixed = {name: size for name, size in dims.items() if name != "tokens"} if planned.size else {}
     program, params = _trace(traceable, root / folder, fixed, planned.label)
@@ -153,9 +153,9 @@ class _Comparison:
     def differences(self, program: Program, tolerance: float, unfused: Callable[[], Program]) -> dict[str, float]:
         """For each batch size the smallest difference over the tries or, if it is larger, that between two runs.
 
-        The more tokens, the fewer tries are without an image in which another pair merges, so each image of the batch
-        needs one try of its own that agrees. That try runs again, because results that threads lose, in a few
-        places and not always, could not be distinguished from other pairs.
+        With many tokens some pair differs in almost every try, so each image must agree in one try, and not all images
+        in the same. That try runs again: a data race between threads, which changes a few places and not in every
+        run, would otherwise look like another choice of pairs.
 
         Args:
             unfused: returns the program that the tries after the first are compared with.

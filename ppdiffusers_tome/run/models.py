@@ -65,10 +65,10 @@ class ExportedModel(StandIn):
             return program
 
     def _load_program(self, file: ProgramFile) -> Program:
-        return_memory()  # that of unloaded programs
+        return_memory()  # free the memory of unloaded programs
         start = time.perf_counter()
         program = self._load(file)
-        return_memory()  # that which only loading needed
+        return_memory()  # free what only loading needed
         seconds = time.perf_counter() - start
         self.loads, self.loading_seconds = self.loads + 1, self.loading_seconds + seconds
         if self._max_programs is not None:
@@ -167,7 +167,7 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
 
     @property
     def manifest(self) -> Manifest:
-        """That of the folder when it was loaded."""
+        """The folder's manifest when it was loaded."""
         return self._manifest
 
     @property

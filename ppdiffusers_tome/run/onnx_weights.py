@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 EXTERNAL_SUFFIX = ".data"  # of the file with the weights of a model above 2 GB, the limit of a `.onnx` file
 SHARED_BYTES = 1024  # smaller constants stay in the `.onnx` file
 ALIGNMENT = 4096  # bytes: runtimes map weights into memory page by page
-# ONNX Runtime's option that says where the weights of a program are that is not read from a file.
+# ONNX Runtime's option for the folder of the weights, for a program that is loaded from memory.
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 IN_MEMORY = "weights"  # a file of weights that is not on the disk
 OPTIMIZED = (
@@ -113,12 +113,12 @@ class SharedWeights:
 
 
 def external_places(tensor: "onnx.TensorProto") -> dict[str, str]:
-    """The entries that say where the data of a tensor is: the file "location", "offset" and "length" in bytes, …"""
+    """A tensor's external data: its file ("location"), "offset" and "length" in bytes, …"""
     return {entry.key: entry.value for entry in tensor.external_data}
 
 
 def set_places(tensor: "onnx.TensorProto", places: dict[str, str]) -> None:
-    """Add entries that say where the data of a tensor is."""
+    """Set a tensor's external data."""
     for key, value in places.items():
         tensor.external_data.add(key=key, value=value)
 

@@ -93,7 +93,7 @@ def load_pipeline(
 
 
 def default_runtime(manifest: Manifest, device: str) -> str:
-    """The name of the runtime that runs an exported folder on a device, unless another one is chosen.
+    """The name of the default runtime for an exported folder on a device.
 
     On a CPU that is ONNX Runtime, whose programs are faster there than those of Paddle Inference. "gpu" is a device of
     Paddle Inference, "cuda" one of ONNX Runtime. A folder that has only one of the two formats runs in that one.

@@ -14,10 +14,10 @@ from ..api import ToMeMixin
 from ..errors import NotExportedError, ToMeConfigError
 
 # Methods of nn.Layer that need weights. All others are harmless without weights, or are defined below.
-OF_WEIGHTS = (
+NEED_WEIGHTS = (
     "astype", "bfloat16", "float16", "load_dict", "set_dict", "set_state_dict", "state_dict", "to_static_state_dict",
 )  # fmt: skip
-OF_CALLS = "maybe_convert_prompt"  # a method of the loader mixins that each pipeline call uses
+CALLED_BY_PIPELINES = "maybe_convert_prompt"  # a method of the loader mixins that each pipeline call uses
 REMEDIES = {"save_pretrained": "copy the exported folder instead."}
 REMEDY = "do it before export_pipeline(), as with LoRA and textual inversion, or leave it out, as with IP-Adapters."
 PACKAGE = __name__.partition(".")[0]
@@ -35,7 +35,7 @@ def refuse_loading(pipe: DiffusionPipeline) -> None:
     """Let a pipeline refuse weights before it reads or downloads them, not only when it adds them to a model."""
     for base in type(pipe).__mro__:
         for name, value in vars(base).items() if base.__module__.startswith("ppdiffusers.loaders.") else ():
-            if isinstance(value, FunctionType) and not name.startswith("_") and name != OF_CALLS:
+            if isinstance(value, FunctionType) and not name.startswith("_") and name != CALLED_BY_PIPELINES:
                 setattr(pipe, name, partial(refuse, type(pipe), name))
 
 
@@ -58,7 +58,7 @@ class StandIn(ToMeMixin, nn.Layer):
         super().__init_subclass__()
         for base in cls.__mro__:
             for name, value in [*vars(base).items()]:
-                if _is_ours(base) or name.startswith("__") or (base is nn.Layer and name not in OF_WEIGHTS):
+                if _is_ours(base) or name.startswith("__") or (base is nn.Layer and name not in NEED_WEIGHTS):
                     continue
                 if any(name in vars(other) for other in cls.__mro__ if _is_ours(other)):
                     continue
@@ -98,7 +98,7 @@ def _is_ours(cls: type) -> bool:
 
 
 class NoImageEncoder:
-    """Stands for the image encoder of an IP-Adapter, which cannot be exported."""
+    """Placeholder for an IP-Adapter's image encoder, which cannot be exported."""
 
     def __getattr__(self, name: str) -> Any:
         refuse(type(self), name)

@@ -49,7 +49,7 @@ NOT_JSON = {
 class CountingMiddleware:
     """ASGI middleware around all others, which counts all answers.
 
-    A path ends with no slash for those within: a redirect would lose the scheme and prefix of a proxy in front.
+    It strips a trailing slash before routing: a redirect would lose the scheme and the prefix of a proxy in front.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:

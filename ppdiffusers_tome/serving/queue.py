@@ -100,7 +100,7 @@ class ImageQueue:
         self._has_changed = False  # whether the export is not the one that was loaded
         self.failure: BaseException | None = None  # why the state is "failed"
         self._engines: list[Engine] = []  # loaded, and not known to be lost; oldest first
-        # Attributes that all engines share. They are copied, because any engine may be lost.
+        # Attributes that all engines share, copied from the first engine, which may go away.
         self.sampler = ""  # the scheduler's name in Stable Diffusion's user interfaces, once an engine is loaded
         self.methods: Mapping[float, str] = {}  # how tokens merge, in words, by ratio
         self._threads = [
@@ -348,7 +348,7 @@ class ImageQueue:
             images = engine.generate(jobs, lambda *step: call.advance(*step or (0, call.steps)))
             self._deliver(call, images)
         except AbandonedError as error:
-            for ticket in tickets:  # are cancelled, unless the engine has stopped without being asked
+            for ticket in tickets:  # already cancelled, unless the engine stopped by itself
                 ticket.fail(error)
         except EngineLostError:
             for ticket in tickets:

@@ -91,9 +91,9 @@ def test_all_that_use_cores_ask_for_the_usable_ones(machine):
     about = environment.describe_environment()
     assert (about["cores"], about["usable cores"]) == (64, 3), "of the machine, and of this process"
     parser = argparse.ArgumentParser()
-    image_options.add_options(parser)
-    assert image_options.threads(parser.parse_args(["--ray", "--actors", "3"])) == 1
-    assert image_options.threads(parser.parse_args(["--ray", "--actors", "1"])) == 3
+    image_options.add_worker_options(parser)
+    assert image_options.threads_per_process(parser.parse_args(["--ray", "--actors", "3"])) == 1
+    assert image_options.threads_per_process(parser.parse_args(["--ray", "--actors", "1"])) == 3
 
 
 def test_no_other_module_counts_cores():

@@ -301,13 +301,13 @@ def test_killed_actor_is_replaced_and_no_prompt_lost(tmp_path, exported_folder):
 )
 def test_threads_of_an_actor(options, expected):
     parser = argparse.ArgumentParser()
-    image_options.add_options(parser)
+    image_options.add_worker_options(parser)
     parsed = parser.parse_args(["--ray", *options])
     if isinstance(expected, int):
-        assert image_options.threads(parsed) == expected
+        assert image_options.threads_per_process(parsed) == expected
     else:
         with pytest.raises(ToMeConfigError, match=expected):
-            image_options.threads(parsed)
+            image_options.threads_per_process(parsed)
 
 
 # Several nodes on one machine, each with its own raylet, workers and object store
