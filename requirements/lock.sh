@@ -4,7 +4,7 @@
 #
 # The stacks are resolved as PyPI stood on STACK_DATE: ppdiffusers 0.29.0 declares hardly any upper bounds, and what came out
 # later breaks it. Paddle 3, the safetensors it asks for and ONNX Runtime are younger, so they, and the test tools, are cut at
-# TOOLS_DATE.
+# TOOLS_DATE; h11, and httpcore, which bounds it, too: before 0.16 h11 accepted malformed chunked bodies (CVE-2025-43859).
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -51,9 +51,10 @@ emit() {
 { cat stack.in; echo "paddlepaddle==$PADDLE2"; } > "$work/paddle2.in"
 { cat stack.in; echo "paddlepaddle==$PADDLE3"; echo "paddle2onnx==$CONVERTER3"; } > "$work/paddle3.in"
 { cat stack.in; echo "paddlepaddle-gpu==$PADDLE2"; } > "$work/gpu.in"
-resolve paddle2 --exclude-newer "$STACK_DATE"
-resolve gpu --exclude-newer "$STACK_DATE"
-resolve paddle3 --exclude-newer "$STACK_DATE" --exclude-newer-package "paddlepaddle=$TOOLS_DATE" \
+H11=(--exclude-newer-package "h11=$TOOLS_DATE" --exclude-newer-package "httpcore=$TOOLS_DATE")
+resolve paddle2 --exclude-newer "$STACK_DATE" "${H11[@]}"
+resolve gpu --exclude-newer "$STACK_DATE" "${H11[@]}"
+resolve paddle3 --exclude-newer "$STACK_DATE" "${H11[@]}" --exclude-newer-package "paddlepaddle=$TOOLS_DATE" \
   --exclude-newer-package "safetensors=$TOOLS_DATE" --exclude-newer-package "paddle2onnx=$TOOLS_DATE" \
   --exclude-newer-package "polygraphy=$TOOLS_DATE" --exclude-newer-package "onnxoptimizer=$TOOLS_DATE"
 
