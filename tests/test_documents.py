@@ -22,9 +22,9 @@ import pytest
 from conftest import export_linked, tiny_pipeline
 from lab.quality import quality_report
 from lab.speed import speed_report
+from lab.speed.architectures import ARCHITECTURES
 from markdown_text import COMMANDS, ROOT, anchors, commands, documents, links, snippets, tables, text_of
 from PIL import Image
-from ppdiffusers import StableDiffusionPipeline
 from zoo import ZOO
 
 import ppdiffusers_tome
@@ -61,6 +61,23 @@ def test_api_document_lists_what_is_public():
     documented = {module.strip("`"): sorted(re.findall(r"`(\w+)`", names)) for module, names in rows}
     assert documented == {module.__name__: sorted(module.__all__) for module in (ppdiffusers_tome, inference)}
     assert all(hasattr(module, name) for module in (ppdiffusers_tome, inference) for name in module.__all__)
+
+
+def test_usage_has_the_work_that_the_summary_counts():
+    """Of the published architectures, without weights."""
+    (rows,) = [rows for header, *rows in tables("docs/usage.md") if header[-1] == "with `max_downsample=4`"]
+    with paddle.LazyGuard():
+        unets = {"Stable Diffusion 1.5": ARCHITECTURES["sd15"].build(), "SDXL": ARCHITECTURES["sdxl"].build()}
+    for model, size, *documented in rows:
+        side = int(size.removesuffix(" px")) // 8
+        shares = []
+        for level in (None, 4):
+            ppdiffusers_tome.apply_tome(unets[model], max_downsample=level)
+            summary = ppdiffusers_tome.tome_summary(unets[model], side, side)
+            shares.append(f"{100 * summary.saved_share:.1f} %")
+            if model == "SDXL":  # as the text says: 10 of its 70 blocks merge by default, all of them at level 4
+                assert sum(bool(block.merges) for block in summary.blocks) == {None: 10, 4: 70}[level]
+        assert documented == shares
 
 
 SNIPPETS = [(document, number) for document in DOCUMENTS for number in range(len(snippets(document)))]
@@ -128,9 +145,6 @@ def test_snippets_run(document, request, monkeypatch, tmp_path):
             codes = [code.replace(size, small) for code in codes]
         programs = [(folder, file) for file in inference.read_manifest(folder).programs]
         monkeypatch.setattr(inference, "export_pipeline", partial(export_linked, linked=programs))
-    if document == "README.md":  # its model is of the hub, in half precision on a GPU
-        monkeypatch.setattr(StableDiffusionPipeline, "from_pretrained", lambda *_, **__: tiny_pipeline())
-        codes = [re.sub("1024", "64", code) for code in codes]
     if document == "docs/serve.md":
         (tmp_path / "build" / "scenes").symlink_to(folder)
     if document in PROCESSES:
