@@ -88,6 +88,7 @@ def test_every_function_of_the_table_is_used():
     "text",
     [
         "<!--= value -->1<!--/--> begins",
+        "- a\n  <!--= value -->1<!--/--> begins",
         "no <!--= value -->1",
         "| row | 1 <!--: choice 1 --> | 2 |",
         "| row | 1 <!--| choice 1 --> |",
