@@ -81,7 +81,10 @@ def test_usage_has_the_work_that_the_summary_counts():
 
 
 SNIPPETS = [(document, number) for document in DOCUMENTS for number in range(len(snippets(document)))]
-CHINESE = ["README_zh.md", *documents("docs/zh/*.md")]  # their snippets equal those of the English documents
+CHINESE = [
+    "README_zh.md",
+    *documents("docs/zh/*.md", "examples/README_zh.md"),
+]  # their snippets equal those of the English documents
 SMALL = {"256": "32", "384": "48"}  # px, for exports of the tiny pipeline
 SERVER = """
 import atexit, subprocess, sys, time, urllib.request
@@ -173,11 +176,18 @@ def test_both_readmes_have_the_same_figures_sections_commands_and_snippets():
         assert english == chinese
 
 
-@pytest.mark.parametrize("document", documents("docs/zh/*.md"))
-def test_chinese_pages_have_snippets_and_commands_of_the_english_ones(document):
-    english = document.replace("/zh/", "/")
+@pytest.mark.parametrize("document", CHINESE[1:])
+def test_chinese_pages_have_snippets_commands_and_tables_of_the_english_ones(document):
+    english = document.replace("/zh/", "/").replace("_zh.md", ".md")
     assert without_comments(document) == without_comments(english)
     assert list(commands(document)) == list(commands(english))
+    assert outline(document) == outline(english)
+
+
+def outline(document):
+    """The levels of the headings, and the number of cells in each row of each table."""
+    levels = [len(marks) for marks in re.findall(r"^(#+) ", text_of(document), re.MULTILINE)]
+    return levels, [[len(row) for row in rows] for rows in tables(document)]
 
 
 def without_comments(document):
