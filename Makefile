@@ -194,6 +194,7 @@ build/load/tome.json: $(VENV)/.installed
 lock: ## resolve the stacks again and rewrite the requirements files
 	PYTHON="$(PYTHON)" requirements/lock.sh
 
+# REPOSITORY=https://… is where links of the long description lead; without it they are plain text.
 # The wheel is built from the sdist, and tried beside the locked set in an environment without the test tools: build/release-venv/.
 # diff prints what git tracks and the sdist lacks.
 RELEASE_VENV := build/release-venv
