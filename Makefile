@@ -110,11 +110,10 @@ test-page: browser $(VENV)/.installed-test build/emoji/tome.json ## test the pag
 build/emoji/tome.json: $(VENV)/.installed
 	$(PY) -m ppdiffusers_tome export --model examples/emoji_sd --output build/emoji --ratio 0.5 0.25 0.75 0 --img2img --merge-map --overwrite
 
-check: $(VENV)/.installed-test ## run ruff, ruff format and mypy without changes, and measure README.md
+check: $(VENV)/.installed-test ## run ruff, ruff format and mypy without changes
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	awk 'END {exit NR > 90}' README.md
 
 # The site has an environment of its own; nothing of it needs Paddle or this package installed. REPOSITORY=https://… is where links to scripts and results lead.
 docs: build/docs-venv/.complete ## build the site of the documents in build/site/; a broken link or anchor is an error
@@ -195,6 +194,7 @@ build/load/tome.json: $(VENV)/.installed
 lock: ## resolve the stacks again and rewrite the requirements files
 	PYTHON="$(PYTHON)" requirements/lock.sh
 
+# REPOSITORY=https://… is where links of the long description lead; without it they are plain text.
 # The wheel is built from the sdist, and tried beside the locked set in an environment without the test tools: build/release-venv/.
 # diff prints what git tracks and the sdist lacks.
 RELEASE_VENV := build/release-venv

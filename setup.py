@@ -1,5 +1,7 @@
 """Package metadata. The exact, tested versions are in requirements.txt and constraints.txt; here are the bounds."""
 
+import os
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -13,6 +15,27 @@ def read_version() -> str:
     return namespace["__version__"]
 
 
+REPOSITORY = os.environ.get("REPOSITORY", "").rstrip("/")  # the address of the repository: https://…
+
+
+def long_description() -> str:
+    """README.md for a package index, which has none of the files that it links to.
+
+    Links and images get absolute addresses in REPOSITORY. Without it links become plain text, and images go.
+    """
+
+    def absolute(link: re.Match[str]) -> str:
+        image, text, target = link.groups()
+        if target.startswith(("https:", "http:", "#")):
+            return link[0]
+        if not REPOSITORY:
+            return "" if image else text
+        return f"{image}[{text}]({REPOSITORY}/{'raw' if image else 'blob'}/main/{target})"
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.sub(r"(!?)\[([^]]*)\]\(([^)\s]+)\)", absolute, text)
+
+
 SERVE = ["fastapi", "uvicorn", "prometheus_client", "python-multipart>=0.0.18"]
 # Paddle 2.6's programs need paddle2onnx 1.2, those of Paddle 3 need 2.1.
 ONNX = ["paddle2onnx>=1.2.11,<2.2", "onnx>=1.16.1,<1.18", "onnxruntime>=1.23,<1.33"]
@@ -22,8 +45,9 @@ setup(
     name="ppdiffusers_tome",
     version=read_version(),
     description="Token merging (ToMe) for PaddlePaddle's ppdiffusers: faster diffusion pipelines without training",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description=long_description(),
     long_description_content_type="text/markdown",
+    project_urls={"Source": REPOSITORY} if REPOSITORY else {},
     author="The ppdiffusers_tome authors",
     license_expression="Apache-2.0",  # setuptools 77; earlier ones, which only make editable installs here, ignore it
     license_files=["LICENSE", "NOTICE"],

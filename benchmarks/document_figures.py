@@ -56,7 +56,7 @@ def update(text: str) -> str:
         cells[first:] = [old if new is None else new for old, new in zip(cells[first:], computed, strict=True)]
         return f"| {' | '.join(cells)} <!--: {match[2]} --> |"
 
-    broken = re.search(r"^<!--= .*", text, re.MULTILINE)
+    broken = re.search(r"^ *<!--= .*", text, re.MULTILINE)
     assert not broken, f"{broken and broken[0]}: a figure must not begin a line"
     ends = [len(re.findall(mark, text)) for mark in ("<!--= ", "<!--/")]
     assert [len(MARKED.findall(text))] * 2 == ends, "half a mark"

@@ -18,6 +18,7 @@ LOG = logging.getLogger("mkdocs.hooks.site")
 FRONT = {"README.md": "index.md", "README_zh.md": "zh/index.md"}  # the document in the repository, and its page
 REFERENCE = {"reference.md": "ppdiffusers_tome", "reference-inference.md": "ppdiffusers_tome.inference"}
 LINK = re.compile(r"\[([^]]*)\]\(([^)\s]+)\)")
+BADGES = re.compile(r"^!\[[^]]*\]\(https://img\.shields\.io/.*\n", re.MULTILINE)  # which another host would serve
 CODE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
@@ -52,13 +53,13 @@ def reference(module: str) -> str:
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Change the links of a page, outside of code, and leave out the marks of figures."""
+    """Change the links of a page, outside of code, and leave out the marks of figures and the badges."""
 
     def change(match):
         target = link(match[2], page.file.src_uri, config.repo_url, files)
         return f"[{match[1]}]({target})" if target else match[1]
 
-    parts = CODE.split(markdown)
+    parts = CODE.split(BADGES.sub("", markdown))
     parts[::2] = [LINK.sub(change, re.sub("<!--.*?-->", "", part)) for part in parts[::2]]
     return "".join(parts)
 

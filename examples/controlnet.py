@@ -9,7 +9,7 @@ import paddle
 from PIL import Image
 from ppdiffusers import ControlNetModel, StableDiffusionControlNetPipeline
 
-# Bundled models. Of the hub: "stable-diffusion-v1-5/stable-diffusion-v1-5" and "lllyasviel/sd-controlnet-canny"
+# Bundled models. Of the hub: "runwayml/stable-diffusion-v1-5" and "lllyasviel/sd-controlnet-canny"
 MODEL = str(Path(__file__).parent / "emoji_sd")
 CONTROLNET = str(Path(__file__).parent / "emoji_sd" / "controlnet")
 IMAGE = Path(__file__).parent / "emoji_sd" / "controlnet" / "penguin.png"

@@ -10,7 +10,7 @@ import paddle
 from ppdiffusers import StableDiffusionPipeline
 from ppdiffusers_tome.inference import export_pipeline, load_pipeline
 
-# The bundled model. Of the hub: "stable-diffusion-v1-5/stable-diffusion-v1-5", for instance with sizes=[(512, 512)]
+# The bundled model. Of the hub: "runwayml/stable-diffusion-v1-5", for instance with sizes=[(512, 512)]
 MODEL = str(Path(__file__).parent / "emoji_sd")
 FOLDER = "build/exported"
 

@@ -7,7 +7,7 @@ import paddle
 from PIL import Image
 from ppdiffusers import StableDiffusionImg2ImgPipeline
 
-# The bundled model, which knows few words. Of the hub: "stable-diffusion-v1-5/stable-diffusion-v1-5"
+# The bundled model, which knows few words. Of the hub: "runwayml/stable-diffusion-v1-5"
 MODEL = str(Path(__file__).parent / "emoji_sd")
 
 fox = Image.open(Path(__file__).parent / "emoji_sd" / "fox.png").convert("RGB")

@@ -1,6 +1,6 @@
-"""A second pass at twice the size ("hires fix"), which alone merges tokens; writes second_pass.png.
+"""A second pass at twice the size ("hires fix"); only this pass merges tokens. Writes second_pass.png.
 
-The second pass has four times as many tokens as the first, so this is where merging saves most.
+The second pass has four times as many tokens as the first, so merging saves most in it.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ import paddle
 from ppdiffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 
 # The bundled model is for 128 px: this shows how, not how well. Of the hub, with SIZE = 512:
-# "stable-diffusion-v1-5/stable-diffusion-v1-5"
+# "runwayml/stable-diffusion-v1-5"
 MODEL, SIZE = str(Path(__file__).parent / "emoji_sd"), 128
 PROMPT, SETTINGS = "a 3d render of fox", {"num_inference_steps": 10, "guidance_scale": 2.0}
 

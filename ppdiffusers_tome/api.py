@@ -130,7 +130,7 @@ def _config_of(config: Any) -> ToMeConfig:
 
 
 def remove_tome(target: PipelineOrModel) -> PipelineOrModel:
-    """Turn merging off: outputs are again bit for bit those of the plain pipeline or model. No-op if it is off.
+    """Turn merging off: outputs are bit-identical to those of the plain pipeline or model again. No-op if it is off.
 
     Returns:
         target itself.

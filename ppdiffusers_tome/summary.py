@@ -10,6 +10,7 @@ from .attach.passes import uses_gpu_form
 from .attach.placement import Placement
 from .errors import ToMeConfigError
 from .families.grids import latent_grid
+from .families.kernels import attention_label
 from .families.models import (
     components,
     count_frames,
@@ -49,6 +50,8 @@ class ToMeSummary:
     notes: tuple[str, ...]
     macs: int | None  # of one pass for one image without merging; None for models or videos that cannot be counted
     saved: int | None  # MACs saved, net of the cost of matching
+    # The attention processors of the blocks, each with whether its kernel is fused: "AttnProcessor (not fused)".
+    attention: tuple[str, ...] = ()
 
     @property
     def saved_share(self) -> float | None:
@@ -60,6 +63,8 @@ class ToMeSummary:
         lines += self.notes
         if self.latent is not None:
             lines.append(f"latents {self.latent.h}×{self.latent.w}")
+        if self.attention:
+            lines.append(f"attention: {', '.join(self.attention)}")
         if self.blocks:
             rows = [("block", "level", "grid", "tokens kept", "merges")]
             for b in self.blocks:
@@ -80,7 +85,7 @@ class ToMeSummary:
 def tome_summary(
     target: Any, height: int | None = None, width: int | None = None, frames: int | None = None
 ) -> ToMeSummary:
-    """Report which blocks merge, their level and grid, how many tokens they keep, and the share of MACs saved.
+    """Report which blocks merge, how many tokens they keep, their attention processors, and the share of MACs saved.
 
     Args:
         target: a pipeline or model; if merging is off, no block is listed and nothing is saved.
@@ -115,7 +120,7 @@ def tome_summary(
         raise ToMeConfigError(f"frames={frames!r} is not allowed: it must be an int of at least 1.")
     text, length = text_tokens(target), count_frames(target, frames)
     countable = length is not None and all(is_countable(denoiser) for denoiser in models.values())
-    blocks, saved = [], 0.0
+    blocks, saved, attention = [], 0.0, set()
     notes = [] if length else ["MACs of a video: pass frames, the number of its latent frames"]
     for name, of_denoiser in placed.items():
         for block, placement in of_denoiser:
@@ -124,6 +129,8 @@ def tome_summary(
             is_gated = grid.tokens < config.min_tokens
             merges = _merging_layers(placement) if kept.keys < grid.tokens else ()
             blocks.append(BlockSummary(name, block.path, block.level, grid, kept.queries, kept.keys, is_gated, merges))
+            layers = block.sublayers.get("attn") or block.sublayers.get("crossattn", ())
+            attention |= {attention_label(layer, block.family) for layer in layers}
             if countable:
                 saved += saved_macs(block, placement, latent, text, length or 1, use_gpu_form)
         if of_denoiser and of_denoiser[0][1].config.max_downsample is None and (level := of_denoiser[0][0].level) > 1:
@@ -139,6 +146,7 @@ def tome_summary(
         notes=tuple(notes),
         macs=macs,
         saved=round(saved) if countable else None,
+        attention=tuple(sorted(attention)),
     )
 
 

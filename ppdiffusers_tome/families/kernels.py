@@ -16,6 +16,7 @@ from paddle import nn
 from ppdiffusers.models.attention_processor import (
     AttnProcessor,
     JointAttnProcessor2_5,
+    SlicedAttnProcessor,
     XFormersAttnProcessor,
 )
 from ppdiffusers.pipelines.text_to_video_synthesis.pipeline_text_to_video_zero import CrossFrameAttnProcessor
@@ -32,6 +33,7 @@ class Kernel:
     """The computation of an attention after its projections, with `F.scaled_dot_product_attention`."""
 
     channels = FUSED_CHANNELS
+    fusion = "fused on a GPU in half precision"
 
     def __call__(
         self,
@@ -65,6 +67,8 @@ class Kernel:
 class JointKernel(Kernel):
     """The kernel of Stable Diffusion 3's processor."""
 
+    fusion = "fused"
+
     def attend(self, layer: nn.Layer, query: paddle.Tensor, key: paddle.Tensor, value: paddle.Tensor) -> paddle.Tensor:
         return F.scaled_dot_product_attention_(query, key, value, dropout_p=0.0, is_causal=False)
 
@@ -78,6 +82,8 @@ class UNetKernel(Kernel):
 
 class XFormersKernel(UNetKernel):
     """Memory-efficient attention."""
+
+    fusion = "fused"
 
     def attend(self, layer: nn.Layer, query: paddle.Tensor, key: paddle.Tensor, value: paddle.Tensor) -> paddle.Tensor:
         return F.scaled_dot_product_attention_(
@@ -96,6 +102,7 @@ class SoftmaxKernel(UNetKernel):
     """Attention step by step, which needs one more channel only, and none in values."""
 
     channels = 1
+    fusion = "not fused"
 
     def __call__(
         self,
@@ -182,6 +189,18 @@ def kernel_of(layer: nn.Layer, family: Family) -> Kernel | None:
     # A subclass with a `__call__` of its own may compute in another way.
     computing = next(cls for cls in type(processor).__mro__ if "__call__" in vars(cls))
     return KERNELS.get(computing)
+
+
+def attention_label(layer: nn.Layer, family: Family) -> str:
+    """The processor of an attention, and whether its kernel is fused, as in "AttnProcessor (not fused)"."""
+    name = family.attention.processor
+    processor = layer if name is None else getattr(layer, name)
+    if (kernel := kernel_of(layer, family)) is not None:
+        fusion = kernel.fusion
+    else:
+        is_sliced = isinstance(processor, SlicedAttnProcessor)
+        fusion = "not fused" if is_sliced else "not known whether fused"
+    return f"{type(processor).__name__} ({fusion})"
 
 
 def use_ordinary_attention(model: nn.Layer) -> None:

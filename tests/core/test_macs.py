@@ -6,6 +6,7 @@ import paddle
 import pytest
 from conftest import TEXT, THREE_LEVELS, inputs, make_unet, run
 from paddle import nn
+from ppdiffusers.models.attention_processor import AttnProcessor, SlicedAttnProcessor, XFormersAttnProcessor
 from test_rotary import CONTROLNETS, FAMILIES, OF_FLUX, OF_WAN, OTHERS
 from test_transformers import TEXT as TEXT_OF_SD3
 from test_transformers import real_sd35, sd3_inputs
@@ -251,6 +252,35 @@ def test_summary_of_keys_and_values(pipe):
     cells = pipe.apply_tome(ratio=0.75, method="todo", use_rand=True).tome_summary()
     assert {(b.kept, b.merges) for b in cells.blocks} == {(256, ("kv",))}
     assert 0 < cells.saved < around.macs and summary.macs == around.macs == cells.macs
+
+
+@pytest.mark.parametrize(
+    ("processor", "fusion"),
+    [
+        (AttnProcessor, "not fused"),
+        (partial(SlicedAttnProcessor, 2), "not fused"),
+        (XFormersAttnProcessor, "fused"),
+        (type("Own", (AttnProcessor,), {"__call__": lambda self, attn, *args: None}), "not known whether fused"),
+    ],
+)
+def test_summary_names_the_attention_processors(unet, processor, fusion):
+    unet.set_attn_processor(processor())
+    expected = f"{type(processor()).__name__} ({fusion})"
+    summary = unet.apply_tome().tome_summary()
+    assert summary.attention == (expected,)
+    assert f"\nattention: {expected}\n" in str(summary)
+    unet.remove_tome()
+    assert "attention:" not in str(unet.tome_summary())  # of no block
+
+
+def test_summary_names_each_of_several_attention_processors(unet):
+    first = unet.apply_tome().tome_summary().blocks[0].path
+    processors = {name: AttnProcessor() for name in unet.attn_processors}
+    unet.set_attn_processor({**processors, f"{first}.attn1.processor": XFormersAttnProcessor()})
+    assert unet.tome_summary().attention == ("AttnProcessor (not fused)", "XFormersAttnProcessor (fused)")
+    assert tome_summary(apply_tome(OF_FLUX.double()), 16, 16).attention == (
+        "FluxAttnProcessor2_0 (fused on a GPU in half precision)",
+    )
 
 
 def test_summary_at_ratio_0_and_of_grids_too_small_to_merge(pipe):

@@ -57,6 +57,18 @@ def metadata():
     return arguments
 
 
+def test_long_description_has_no_relative_links(monkeypatch):
+    for address in (None, "https://example.org/tome/"):
+        monkeypatch.setenv("REPOSITORY", address) if address else monkeypatch.delenv("REPOSITORY", raising=False)
+        metadata.cache_clear()
+        text = metadata()["long_description"]
+        targets = re.findall(r"\]\(([^)]+)\)", text)
+        assert targets and all(target.startswith(("https:", "#")) for target in targets)
+        assert ("https://example.org/tome/blob/main/docs/usage.md#when-to-merge" in targets) == bool(address)
+        assert ("![Three prompts" in text) == bool(address)
+    metadata.cache_clear()
+
+
 def names(requirements):
     return {canonicalize_name(Requirement(text).name) for text in requirements}
 
