@@ -4,8 +4,8 @@
     python benchmarks/tomesd_quality.py build/evaluate --ratio 0.5 --torch-python PYTHON
 
 Images differ from those of this library by the merging alone: the weights, the noise and the VAE are the same. The
-settings "tomesd … (PyTorch)" become a part of `quality.json` and of its report. tomesd has no seed: it samples its random dst
-anew in every pass.
+settings "tomesd … (PyTorch)" become a part of `quality.json` and of its report. tomesd has no seed: it samples its
+random dst anew in every pass.
 """
 
 import argparse
