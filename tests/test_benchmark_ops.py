@@ -20,8 +20,7 @@ def test_page_has_what_was_measured(tmp_path, monkeypatch, capsys):
     assert [row["method"] for row in result["methods"]] == [*ops.MATCHINGS, "built-in"]
     for row in result["methods"]:
         assert list(row["milliseconds"]) == ["plan", "merge", "unmerge", "merge + unmerge"]
-        assert min(row["milliseconds"].values()) > 0 and min(row["times_faster"].values()) > 0
-    assert set(result["methods"][-1]["times_faster"].values()) == {1.0}
+        assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in row["milliseconds"].values())
     plans = {(plan["method"], plan["side"]): plan for plan in result["growth"]["plans"]}
     not_timed = [key for key, plan in plans.items() if plan["milliseconds"] is None]
     assert not_timed == [("global", 16), ("windows of 16", 16)]
