@@ -502,8 +502,8 @@ def main() -> None:
     guidance = defaults.guidance_scale if options.guidance_scale is None else options.guidance_scale
     steps = round((options.steps or defaults.steps) / (options.strength or 1))
     prompts = with_seeds(prompts_of(options.model), options.count, 0)
-    size, runtime, threads = options.size or defaults.size, next(iter(TIMED)), options.threads
-    evaluation = Evaluation(options.model, prompts, size, steps, guidance, runtime, threads, options.strength)
+    size, threads = options.size or defaults.size, options.threads
+    evaluation = Evaluation(options.model, prompts, size, steps, guidance, threads, options.strength)
     about = {"model": options.model, "model_files": model_files(options.model), "sources": sources(), "size": size}
     about |= {"steps": steps, "guidance_scale": guidance, "strength": options.strength}
     about |= {"scheduler": type(load_model(options.model).scheduler).__name__}

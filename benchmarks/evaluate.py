@@ -14,7 +14,6 @@ from lab.quality.evaluation import evaluate
 from lab.quality.image_generation import load_model
 from lab.quality.image_sets import RATIOS, Evaluation, list_arms, prompts_of, with_seeds
 from lab.quality.quality_report import write_quality_page
-from lab.speed.cases import ONNX_RUNTIME
 
 from ppdiffusers_tome.commands.image_options import OWN, add_step_options, step_settings
 from ppdiffusers_tome.commands.merge_options import add_merge_options, read_methods
@@ -68,7 +67,7 @@ def _evaluate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     size = options.size or own.size
     if size is None:
         raise ToMeConfigError(f"{options.model} has no size of its own: pass --size.")
-    settings = {"backend": ONNX_RUNTIME, "threads": options.threads, **step_settings(options, own)}
+    settings = {"threads": options.threads, **step_settings(options, own)}
     result = evaluate(
         Evaluation(options.model, prompts, size, **settings),
         arms,

@@ -25,24 +25,24 @@ from ppdiffusers_tome.grid import Grid
 from ppdiffusers_tome.methods import METHODS
 from ppdiffusers_tome.methods.plan import MergePlan, merge, unmerge
 
-GLOBAL, BUILT_IN = "global", "built-in"  # over the whole grid: ours, and that of ppdiffusers
-MATCHINGS: dict[str, dict[str, Any]] = {
-    GLOBAL: {},
-    "windows of 8": {"window": 8},
-    "windows of 16": {"window": 16},
-}
+WINDOWS = (None, 8, 16)
+GLOBAL, BUILT_IN = "symmetric, window=None", "tomesd (built-in)"  # over the whole grid: ours, and that of ppdiffusers
 OPERATIONS = ("plan", "merge", "unmerge", "merge + unmerge")
 CASE = {"batch": 2, "height": 64, "width": 64, "channels": 320, "ratio": 0.5}
 SIDES = (64, 96, 128, 256, 512)  # tokens along each side of a grid: images of 512 to 4096 px in Stable Diffusion
-FORMAT_BEFORE = 3  # of results that have medians alone
+FORMAT_BEFORE = 3  # of results that have medians alone, and these names
+NAMES_BEFORE = {
+    "global": GLOBAL,
+    "windows of 8": "symmetric, window=8",
+    "windows of 16": "symmetric, window=16",
+    "built-in": BUILT_IN,
+}
 TOLERANCE = 1e-5  # float32 means of a few tokens of size 1
 
 
 def make_configs(ratio: float) -> dict[str, ToMeConfig]:
     """The config of each kind of matching."""
-    return {
-        name: ToMeConfig(ratio, "symmetric", **{"window": None, **settings}) for name, settings in MATCHINGS.items()
-    }
+    return {f"symmetric, window={window}": ToMeConfig(ratio, "symmetric", window=window) for window in WINDOWS}
 
 
 def planner(x: paddle.Tensor, grid: Grid, config: ToMeConfig) -> Callable[[], MergePlan]:
@@ -124,6 +124,8 @@ def write_page(results: Path) -> str:
     if result["format"] == FORMAT_BEFORE:
         for row in result["methods"]:
             row["milliseconds"] = {name: [median] for name, median in row["milliseconds"].items()}
+        for row in (*result["methods"], *result["growth"]["plans"]):
+            row["method"] = NAMES_BEFORE[row["method"]]
     *_, built_in = result["methods"]
     plans = {(plan["method"], plan["side"]): plan for plan in result["growth"]["plans"]}
     methods, sides = (list(dict.fromkeys(key[nth] for key in plans)) for nth in (0, 1))
@@ -134,7 +136,7 @@ def write_page(results: Path) -> str:
         file=file,
         **result,
         operations=table(
-            ["matching", *OPERATIONS], [[row["method"], *_cells(row, built_in)] for row in result["methods"]]
+            ["method", *OPERATIONS], [[row["method"], *_cells(row, built_in)] for row in result["methods"]]
         ),
         plans=table(["tokens", *methods], rows),
     )

@@ -56,7 +56,7 @@ def add_tomesd(folder: Path, ratios: list[float], torch_python: str) -> None:
     file = folder / "quality.json"
     result = read_json(file)
     check_result(result, "quality", file)
-    fields = ("model", "size", "steps", "guidance_scale", "backend", "threads", "strength")
+    fields = ("model", "size", "steps", "guidance_scale", "threads", "strength")
     prompts = tuple((prompt["prompt"], prompt["seed"]) for prompt in result["prompts"])
     evaluation = Evaluation(**{name: result[name] for name in fields}, prompts=prompts)
     pipe = load_model(evaluation.model)

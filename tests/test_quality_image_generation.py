@@ -21,7 +21,7 @@ from PIL import Image
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError
 from ppdiffusers_tome.comparison.sheets import image_paths
 
-EVALUATION = Evaluation("model", (("a fox", 1), ("an owl", 2)), 32, 1, 7.5, "onnxruntime", threads=1)
+EVALUATION = Evaluation("model", (("a fox", 1), ("an owl", 2)), 32, 1, 7.5, threads=1)
 FIXED = Arm(ToMeConfig(ratio=0.5, use_rand=False))
 
 

@@ -15,7 +15,7 @@ from lab.quality.image_sets import (
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 
-EVALUATION = Evaluation("model", (("a fox", 1), ("an owl", 2**32 - 1)), 32, 20, 7.5, "onnxruntime", threads=1)
+EVALUATION = Evaluation("model", (("a fox", 1), ("an owl", 2**32 - 1)), 32, 20, 7.5, threads=1)
 
 
 def test_methods_are_generated_at_each_ratio_or_at_their_own():

@@ -19,7 +19,15 @@ from ppdiffusers_tome.files import write_file
 
 from ..arm import Arm
 from ..cache import digest, warn_of_damage
-from .image_generation import check_model, claim_folder, generate_images, image_folder, load_model, read_images
+from .image_generation import (
+    RUNTIME,
+    check_model,
+    claim_folder,
+    generate_images,
+    image_folder,
+    load_model,
+    read_images,
+)
 from .image_sets import OTHER_SEEDS, PLAIN_IMAGES, Evaluation
 from .metrics import blur, kid, ssim
 from .networks import EFFICIENTNET, STLPIPS, efficientnet_features, st_lpips
@@ -72,6 +80,7 @@ def evaluate(
         command,
         commit=generated_by,
         **{key: value for key, value in asdict(evaluation).items() if key != "prompts"},
+        backend=RUNTIME,
         scheduler=type(load_model(evaluation.model).scheduler).__name__,
         prompts=[{"prompt": text, "seed": seed} for text, seed in evaluation.prompts],
         weights={weights.package: weights.version for weights in (EFFICIENTNET, STLPIPS)},

@@ -26,9 +26,9 @@ from ppdiffusers_tome.inference.manifest import MANIFEST
 
 from ..arm import Arm
 from ..cache import digest, model_files, sources, warn_of_damage
-from ..speed.cases import PROGRAM_FORMATS, PROGRAMS
 from .image_sets import Evaluation
 
+RUNTIME = "onnxruntime"  # which computes all images
 RECORD = "evaluation.json"  # in a folder of images: the evaluation that they belong to
 
 
@@ -77,8 +77,7 @@ def generate_images(evaluation: Evaluation, arms: Sequence[Arm], output: Path, b
     """Generate the images that the folder lacks. Raises ToMeError if images failed; the others are stored."""
     programs = export_programs(evaluation, arms, output)
     for arm in tqdm(arms, desc="arms", unit="arm", disable=None):
-        runtime = PROGRAMS[evaluation.backend]
-        load = partial(load_engine, programs[arm], threads=evaluation.threads, **runtime)
+        load = partial(load_engine, programs[arm], threads=evaluation.threads, runtime=RUNTIME)
         generate_arm(evaluation, arm, output, generate_here(load), batch)
 
 
@@ -98,7 +97,7 @@ def export_programs(evaluation: Evaluation, arms: Sequence[Arm], output: Path) -
                 folder,
                 [replace(config, ratio=ratio) for ratio in ratios],
                 [Size(evaluation.size, evaluation.size)],
-                format=PROGRAM_FORMATS[evaluation.backend],
+                format="onnx",
                 overwrite=True,
             )
         programs |= dict.fromkeys(members, folder)
@@ -123,7 +122,7 @@ def generate_arm(evaluation: Evaluation, arm: Arm, output: Path, backend: ImageB
         ToMeError: images failed; the others are stored.
     """
     # Threads and the size of a batch change rounding alone.
-    identity = digest([sources(), evaluation.model, evaluation.backend, arm.to_json()])
+    identity = digest([sources(), evaluation.model, arm.to_json()])
     summary = generate(evaluation.jobs(arm), identity, image_folder(arm, output), batch, backend)
     if summary.failures:
         prompt, reason = summary.failures[0]

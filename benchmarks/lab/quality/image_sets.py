@@ -35,7 +35,6 @@ class Evaluation:
     size: int  # px, height and width
     steps: int
     guidance_scale: float
-    backend: str  # one of PROGRAMS
     threads: int
     strength: float | None = None  # for image-to-image from PHOTOGRAPHS in turn; None: from noise
 

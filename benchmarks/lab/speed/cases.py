@@ -14,7 +14,6 @@ from ppdiffusers_tome.attach.placement import tokens_kept
 from ppdiffusers_tome.comparison.results import check_result
 from ppdiffusers_tome.config import ToMeConfig
 from ppdiffusers_tome.errors import ToMeConfigError
-from ppdiffusers_tome.inference import RUNTIMES
 
 from ..arm import BUILT_IN, EAGER, LIMIT, PLAIN, Arm
 from .architectures import Architecture, architecture_of
@@ -31,7 +30,6 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     OPENVINO_BF16: {"runtime": "openvino", "precision": "bf16"},
 }
 BACKENDS = (EAGER, *PROGRAMS)
-PROGRAM_FORMATS = {backend: RUNTIMES[settings["runtime"]].format for backend, settings in PROGRAMS.items()}
 ROUNDED = (OPENVINO_BF16,)  # backends that compute in bfloat16
 PLANNED, MEASURED, ERROR = "planned", "measured", "error"
 SCOPES = {"unet": "one UNet pass"}
