@@ -15,7 +15,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import paddle
 import pandas as pd
+from lab.arm import PLAIN, Arm
 from lab.cache import digest, model_files, sources
 from lab.markdown import write_page
 from lab.plotting import (
@@ -37,8 +38,6 @@ from lab.plotting import (
 )
 from lab.quality.image_generation import load_model, read_images
 from lab.quality.image_sets import (
-    OTHER_SEEDS,
-    PLAIN_IMAGES,
     Evaluation,
     prompts_of,
     with_seeds,
@@ -57,7 +56,7 @@ from ppdiffusers.models.attention_processor import Attention
 
 from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.attach.attach import attach
-from ppdiffusers_tome.comparison.clock import quartiles, ratio_within_rounds, time_in_turns
+from ppdiffusers_tome.comparison.clock import Gain, gain, quartiles, time_in_turns
 from ppdiffusers_tome.comparison.environment import commit, describe_environment
 from ppdiffusers_tome.comparison.results import make_result, read_json, write_result
 from ppdiffusers_tome.comparison.similarity import psnr
@@ -78,109 +77,65 @@ TIMED = {"onnxruntime": "ONNX Runtime", "paddle": "Paddle Inference"}  # the fir
 TABLE = {  # column of the frame → title and form of the table's
     "name": ("arm", "{name}"),
     "group": ("kind", "{group}"),
-    **{runtime: (label, f"{{{runtime}:.2f}}×") for runtime, label in TIMED.items()},
+    **{f"gain_{runtime}": (label, f"{{gain_{runtime}!s}}") for runtime, label in TIMED.items()},
     "psnr": ("PSNR, dB", "{psnr:.1f} ({low:.1f}–{high:.1f})"),
     "perceptual": ("ST-LPIPS", "{perceptual:.4f}"),
 }
 SHEET = ("default 0.25", "default 0.5", "default 0.7", "tomesd 0.5", "10 steps")
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One way to generate an image; without arguments the plain one."""
-
-    steps: int | None = None  # None: as many as the plain images
-    dpm_solver: bool = False  # DPM-Solver++ (Lu et al. 2022, arXiv:2211.01095) in place of the model's scheduler
-    # DeepCache (Ma et al. 2023, arXiv:2312.00858): the n-th steps compute everything, from the first on. With
-    # `last_layer` the others compute the last layer alone, as its code does by default, not the whole level.
-    every: int = 1
-    last_layer: bool = False
-    gate: int | None = None  # steps after which the outputs of cross-attention are reused
-    guided: bool = True  # after the gate; False as in T-GATE (Zhang et al. 2024, arXiv:2404.02747)
-    merging: dict[str, Any] = field(default_factory=dict, hash=False)  # arguments of ToMeConfig
-    other_seed: bool = False
-
-    @property
-    def name(self) -> str:
-        steps = f"{self.steps} steps" if self.steps else ""
-        caches = f"DeepCache {self.every}{', last layer' if self.last_layer else ''}" if self.every > 1 else ""
-        gate = f"{'cross-attention' if self.guided else 'T-GATE'} {self.gate}" if self.gate else ""
-        seed = "another seed" if self.other_seed else ""
-        scheduler = ", ".join(filter(None, ["DPM-Solver++" if self.dpm_solver else "", steps]))
-        return " + ".join(filter(None, [scheduler, caches, gate, self.method, seed])) or "plain"
-
-    @property
-    def method(self) -> str:
-        """The name of its merging method, its ratio and other settings; empty if it does not merge."""
-        if not self.merging:
-            return ""
-        others = [f"{name}={value}" for name, value in self.merging.items() if name not in ("ratio", "method")]
-        return ", ".join([f"{self.config.method} {self.config.ratio:g}", *others])
-
-    @property
-    def group(self) -> str:
-        if self.other_seed:
-            return CALIBRATION
-        is_alternative = self.steps or self.dpm_solver or self.every > 1 or self.gate
-        return (BOTH if is_alternative else OURS) if self.merging else ALTERNATIVE
-
-    @property
-    def config(self) -> ToMeConfig:
-        return ToMeConfig(**self.merging) if self.merging else ToMeConfig(0)
-
-    @property
-    def reused(self) -> str:
-        """A name for the outputs that are reused between full steps; empty if every step computes everything."""
-        deep = f"deep{'er than the last layer' if self.last_layer else ''}" if self.every > 1 else ""
-        return deep or (f"cross-attention{'' if self.guided else ' without guidance'}" if self.gate else "")
-
-    def is_full(self, number: int) -> bool:
-        """Whether the step of this number computes everything."""
-        return number % self.every == 0 and (self.gate is None or number < self.gate)
-
-    def reused_layers(self, unet: nn.Layer) -> list[nn.Layer]:
-        """The layers whose outputs are reused."""
-        if self.gate:
-            layers = unet.named_sublayers()
-            return [layer for path, layer in layers if path.endswith("attn2") and isinstance(layer, Attention)]
-        if self.every == 1:
-            return []
-        first, last = unet.down_blocks[0], unet.up_blocks[-1]
-        deep = [*first.downsamplers, *list(unet.down_blocks)[1:], unet.mid_block, *list(unet.up_blocks)[:-1]]
-        if self.last_layer:
-            deep += [*first.resnets, *getattr(first, "attentions", [])]
-            deep += [*list(last.resnets)[:-1], *list(getattr(last, "attentions", []))[:-1]]
-        return deep
+def group_of(arm: Arm) -> str:
+    """What an arm is, in comparison with plain."""
+    if arm.other_seed:
+        return CALIBRATION
+    is_alternative = arm.steps or arm.dpm_solver or arm.every > 1 or arm.gate
+    return (BOTH if is_alternative else OURS) if arm.config else ALTERNATIVE
 
 
-def list_arms() -> list[Variant]:
+def reused(arm: Arm) -> str:
+    """A name for the outputs that are reused between full steps; empty if every step computes everything."""
+    return "deep" if arm.every > 1 else "cross-attention without guidance" if arm.gate else ""
+
+
+def is_full(arm: Arm, number: int) -> bool:
+    """Whether the step of this number computes everything."""
+    return number % arm.every == 0 and (arm.gate is None or number < arm.gate)
+
+
+def reused_layers(arm: Arm, unet: nn.Layer) -> list[nn.Layer]:
+    """The layers whose outputs are reused."""
+    if arm.gate:
+        layers = unet.named_sublayers()
+        return [layer for path, layer in layers if path.endswith("attn2") and isinstance(layer, Attention)]
+    if arm.every == 1:
+        return []
+    first = unet.down_blocks[0]
+    return [*first.downsamplers, *list(unet.down_blocks)[1:], unet.mid_block, *list(unet.up_blocks)[:-1]]
+
+
+def arm_of(entry: dict[str, Any]) -> Arm:
+    """The arm of a result's entry; those before 3.0.0 have settings in which `merging` has arguments of ToMeConfig."""
+    settings = dict(entry["settings"])
+    if "merging" in settings:
+        for name in ("last_layer", "guided"):
+            settings.pop(name)
+        merging = settings.pop("merging")
+        settings["config"] = merging and asdict(ToMeConfig(**merging))
+    return Arm.from_json({name: value for name, value in settings.items() if name != "config" or value})
+
+
+def list_arms() -> list[Arm]:
     """All arms but the plain one, those that matter most first: a run may be ended early."""
-    half, seven, kv = {"ratio": 0.5}, {"ratio": 0.7}, {"method": "kv", "ratio": 0.75}
-    todo = {**kv, "method": "todo"}
-    arms = [Variant(merging=half), Variant(merging={**todo, "use_rand": True}), Variant(merging=todo)]
-    arms += [Variant(merging=kv), Variant(merging={**half, "method": "symmetric"})]
-    arms += [Variant(merging={**half, "method": "tomesd"}), Variant(merging={"ratio": 0.25})]
-    arms += [Variant(merging=seven), Variant(merging={**kv, "ratio": 0.5}), Variant(merging={**kv, "ratio": 0.7})]
-    arms += [Variant(merging={"ratio": 0.45})]  # as much attention as kv 0.7
-    arms += [Variant(steps=steps) for steps in (16, 14, 12, 10)]
-    arms += [Variant(other_seed=True), Variant(every=2), Variant(every=2, merging=half)]
-    arms += [Variant(steps=14, merging=half), Variant(steps=10, dpm_solver=True), Variant(gate=10, guided=False)]
-    arms += [Variant(merging={"ratio": 0.8, "sx": 4})]
-    arms += [Variant(every=3), Variant(every=2, last_layer=True)]
-    arms += [
-        Variant(steps=10, merging=half),
-        Variant(steps=10, dpm_solver=True, merging=half),
-        Variant(every=3, merging=half),
-    ]
-    arms += [
-        Variant(every=2, merging=seven),
-        Variant(every=2, merging=kv),
-        Variant(gate=10, guided=False, merging=half),
-    ]
-    arms += [Variant(every=3, last_layer=True), Variant(gate=10)]
-    arms += [Variant(steps=steps, dpm_solver=True) for steps in (20, 14, 12, 8)]
-    arms += [Variant(merging={"ratio": 0.45, "max_downsample": 2}), Variant(merging={**half, "window": None})]
-    return [*arms, Variant(steps=8), Variant(every=2, last_layer=True, merging=half)]
+    half, todo = ToMeConfig(), ToMeConfig(method="todo")
+    arms = [Arm(half), Arm(ToMeConfig(method="todo", use_rand=True)), Arm(todo), Arm(ToMeConfig(0.75, "kv"))]
+    arms += [Arm(ToMeConfig(method="symmetric")), Arm(ToMeConfig(method="tomesd"))]
+    arms += [Arm(ToMeConfig(ratio)) for ratio in (0.25, 0.7)]
+    arms += [Arm(ToMeConfig(ratio, "kv")) for ratio in (0.5, 0.7)]
+    arms += [Arm(ToMeConfig(0.45))]  # as much attention as kv 0.7
+    arms += [Arm(steps=steps) for steps in (16, 14, 12, 10)]
+    arms += [Arm(other_seed=True), Arm(every=2), Arm(half, every=2)]
+    arms += [Arm(half, steps=14), Arm(steps=10, dpm_solver=True), Arm(gate=10)]
+    return [*arms, Arm(ToMeConfig(0.8, sx=4))]
 
 
 class Reused:
@@ -252,13 +207,13 @@ class Pass(nn.Layer):
 class Passes:
     """Replaces a pipeline's UNet: runs an arm's programs, step by step.
 
-    Without guidance, steps that reuse features compute the conditional half of the batch alone, with the mean of both
+    After a gate, steps compute the conditional half of the batch alone, with the mean of both
     halves' features.
     """
 
     dtype = paddle.float32
 
-    def __init__(self, config: Any, arm: Variant, full: Callable, reusing: Callable | None = None) -> None:
+    def __init__(self, config: Any, arm: Arm, full: Callable, reusing: Callable | None = None) -> None:
         self.config, self._arm, self._full, self._reusing = config, arm, full, reusing
         self.number = 0  # index of the next step
         self._features: dict[str, paddle.Tensor] = {}
@@ -272,15 +227,15 @@ class Passes:
         timestep = timestep if paddle.is_tensor(timestep) else paddle.to_tensor(timestep)
         inputs = {"sample": sample, "timestep": timestep.reshape([1]).cast("float32")}
         inputs["encoder_hidden_states"] = encoder_hidden_states
-        is_full = self._arm.is_full(self.number)
+        was_full = is_full(self._arm, self.number)
         self.number += 1
-        if is_full:
+        if was_full:
             prediction, *features = self._full(**inputs)
-            mean = [feature if self._arm.guided else sum(feature.chunk(2)) / 2 for feature in features]
+            mean = [sum(feature.chunk(2)) / 2 if self._arm.gate else feature for feature in features]
             self._features = {f"feature_{number}": feature for number, feature in enumerate(mean)}
             return (prediction,)
         assert self._reusing is not None
-        if self._arm.guided:
+        if not self._arm.gate:
             return (self._reusing(**inputs, **self._features)[0],)
         for name in ("sample", "encoder_hidden_states"):
             inputs[name] = inputs[name].chunk(2)[1]
@@ -288,16 +243,15 @@ class Passes:
         return (paddle.concat([prediction, prediction]),)
 
 
-def programs_of(arm: Variant) -> list[tuple[Variant, bool]]:
+def programs_of(arm: Arm) -> list[tuple[Arm, bool]]:
     """The program of an arm's full steps, and that of those that reuse features: as equal programs of arms have it."""
-    parts = {"merging": arm.merging, "last_layer": arm.last_layer, "guided": arm.guided}
-    key = Variant(**parts, every=2 if arm.every > 1 else 1, gate=1 if arm.gate else None)
-    return [(key, reuses) for reuses in ((False, True) if arm.reused else (False,))]
+    key = Arm(arm.config, every=2 if arm.every > 1 else 1, gate=1 if arm.gate else None)
+    return [(key, reuses) for reuses in ((False, True) if reused(arm) else (False,))]
 
 
-def pass_name(key: Variant, reuses: bool) -> str:
+def pass_name(key: Arm, reuses: bool) -> str:
     """The name of a pass."""
-    return f"{key.method or 'plain'} {key.reused}".strip() + (", reusing" if reuses else "")
+    return f"{key.merging or PLAIN} {reused(key)}".strip() + (", reusing" if reuses else "")
 
 
 class Programs:
@@ -309,7 +263,7 @@ class Programs:
         self._folder = ROOT / "build" / "alternatives" / digest(decisive)
         self._pipeline = self._folder / "pipeline"
 
-    def engine(self, arm: Variant, runtime: str, unet: Sequence[Callable] | None = None) -> tuple[Engine, Passes]:
+    def engine(self, arm: Arm, runtime: str, unet: Sequence[Callable] | None = None) -> tuple[Engine, Passes]:
         """The engine for an arm, and its UNet. Set the UNet's `number` to 0 before each image.
 
         `unet` replaces the programs of the arm's UNet.
@@ -325,11 +279,11 @@ class Programs:
         kinds = (StableDiffusionPipeline, StableDiffusionImg2ImgPipeline)
         return Engine(*(kind(**parts, requires_safety_checker=False) for kind in kinds)), passes
 
-    def load_all(self, arm: Variant, runtime: str) -> list[Any]:
+    def load_all(self, arm: Arm, runtime: str) -> list[Any]:
         """The programs of an arm: see `programs_of`."""
         return [self._load(*key, runtime) for key in programs_of(arm)]
 
-    def _load(self, key: Variant, reuses: bool, runtime: str) -> Any:
+    def _load(self, key: Arm, reuses: bool, runtime: str) -> Any:
         folder = self._folder / pass_name(key, reuses)
         record = folder / "program.json"
         if not record.exists():
@@ -350,26 +304,24 @@ class Programs:
         latent = self._evaluation.size // vae_factor(pipe)
         return {"latent_height": latent, "latent_width": latent, "tokens": text_tokens(pipe)}
 
-    def _trace(self, key: Variant, reuses: bool, folder: Path) -> ProgramFile:
+    def _trace(self, key: Arm, reuses: bool, folder: Path) -> ProgramFile:
         side, traceable = self._evaluation.size, programs.denoiser(load_model(self._evaluation.model).unet, None)
         unet, inputs = traceable.layer.unet, traceable.inputs
         with Converter() as converter:
-            if key.merging:
+            if key.config:
                 attach(unet, key.config, None)
-            layer = Pass(traceable.layer, key.reused_layers(unet), self.inputs())
+            layer = Pass(traceable.layer, reused_layers(key, unet), self.inputs())
             layer.eval()
             if reuses:  # a program has no inputs that it does not read
                 inputs = (*(inputs[:2] if key.gate else inputs), *layer.features)
-            planned = ProgramFile("unet", size=Size(side, side), ratio=key.config.ratio)
+            planned = ProgramFile("unet", size=Size(side, side), ratio=key.ratio)
             traceable = programs.Traceable(layer, inputs)
             return tracing.save(traceable, planned, folder, "unet", self._dims(), self._evaluation.threads, converter)
 
 
-def jobs_of(evaluation: Evaluation, arm: Variant) -> list[Any]:
-    """The jobs of an arm's images."""
-    steps = arm.steps and round(arm.steps / (evaluation.strength or 1))
-    evaluation = evaluation if steps is None else replace(evaluation, steps=steps)
-    return [prompt.job for prompt in evaluation.jobs(OTHER_SEEDS if arm.other_seed else PLAIN_IMAGES)]
+def jobs_of(evaluation: Evaluation, arm: Arm) -> list[Any]:
+    """The jobs of an arm's images. Its UNet merges by itself, so that they need no ratio."""
+    return [prompt.job for prompt in evaluation.jobs(replace(arm, config=None))]
 
 
 def generate(engine: tuple[Engine, Passes], job: Any) -> np.ndarray:
@@ -378,7 +330,7 @@ def generate(engine: tuple[Engine, Passes], job: Any) -> np.ndarray:
     return np.asarray(engine[0].generate([job])[0].image)
 
 
-def generate_all(evaluation: Evaluation, saved: Programs, arm: Variant, folder: Path) -> np.ndarray:
+def generate_all(evaluation: Evaluation, saved: Programs, arm: Arm, folder: Path) -> np.ndarray:
     """uint8 [N, H, W, 3], as files in a folder: those that it lacks are generated."""
     paths = {folder / f"{number:04}.png": job for number, job in enumerate(jobs_of(evaluation, arm))}
     if lacking := [path for path in paths if not path.exists()]:
@@ -417,25 +369,25 @@ def earlier_result(file: Path, about: dict[str, Any]) -> dict[str, Any]:
 def measure(evaluation: Evaluation, content: dict[str, Any], names: Sequence[str], folder: Path) -> Iterator[str]:
     """Generate and compare the named arms, or all, that the content lacks; yields a line when one is in it."""
     saved = Programs(evaluation)
-    plain = generate_all(evaluation, saved, Variant(), folder / "images" / "plain")
+    plain = generate_all(evaluation, saved, Arm(), folder / "images" / "plain")
     done = {entry["name"] for entry in content["arms"]}
     for arm in list_arms():
         if arm.name in done or (names and arm.name not in names):
             continue
         images = generate_all(evaluation, saved, arm, folder / "images" / arm.name)
-        entry = {"name": arm.name, "group": arm.group, "settings": asdict(arm)}
+        entry = {"name": arm.name, "group": group_of(arm), "settings": arm.to_json()}
         content["arms"].append({**entry, **compare(images, plain)})
         yield "{name}: {psnr:.1f} dB, {perceptual:.4f}".format(**content["arms"][-1])
 
 
-def time_passes(evaluation: Evaluation, arms: Sequence[Variant], rounds: int) -> dict[str, Any]:
+def time_passes(evaluation: Evaluation, arms: Sequence[Arm], rounds: int) -> dict[str, Any]:
     """Seconds of each pass of the arms in turns, and of the rest of an image, in each runtime."""
-    seconds, saved, job = {}, Programs(evaluation), jobs_of(evaluation, Variant())[0]
+    seconds, saved, job = {}, Programs(evaluation), jobs_of(evaluation, Arm())[0]
     inputs = saved.inputs()
     for runtime in TIMED:
-        nothing = saved.engine(Variant(), runtime, [lambda sample, **_: [sample]])
+        nothing = saved.engine(Arm(), runtime, [lambda sample, **_: [sample]])
         turns: dict[str, Callable] = {"rest": partial(generate, nothing, job)}
-        for arm in (Variant(), *arms):
+        for arm in (Arm(), *arms):
             keys = programs_of(arm)
             if pass_name(*keys[0]) not in turns:
                 passes = Passes(nothing[1].config, keys[0][0], *saved.load_all(arm, runtime))
@@ -445,29 +397,36 @@ def time_passes(evaluation: Evaluation, arms: Sequence[Variant], rounds: int) ->
     return seconds
 
 
-def image_seconds(arm: Variant, steps: int, seconds: dict[str, list[float]]) -> list[float]:
+def image_seconds(arm: Arm, steps: int, seconds: dict[str, list[float]]) -> list[float]:
     """Seconds of a whole image of an arm, in each round, from those of its passes."""
     names = [pass_name(*key) for key in programs_of(arm)]
-    passes = [names[0 if arm.is_full(number) else 1] for number in range(arm.steps or steps)]
+    passes = [names[0 if is_full(arm, number) else 1] for number in range(arm.steps or steps)]
     return [sum(each) for each in zip(seconds["rest"], *(seconds[name] for name in passes), strict=True)]
 
 
-def speed_up(result: dict[str, Any], arm: Variant, runtime: str) -> float:
-    """How many times as fast as plain an arm's images are; NaN if a pass of it was not timed."""
+def image_gain(result: dict[str, Any], arm: Arm, runtime: str) -> Gain | None:
+    """The gain of an arm's images over plain; None if a pass of it was not timed."""
     steps = round(result["steps"] * (result["strength"] or 1))
     try:
-        plain, own = (image_seconds(one, steps, result["timing"]["seconds"][runtime]) for one in (Variant(), arm))
+        plain, own = (image_seconds(one, steps, result["timing"]["seconds"][runtime]) for one in (Arm(), arm))
     except (KeyError, TypeError):
-        return np.nan
-    return ratio_within_rounds(plain, own).median
+        return None
+    return gain(plain, own)
 
 
 def read_frame(result: dict[str, Any]) -> pd.DataFrame:
-    """One row for each arm but other seeds, with its speed-up in each runtime; the fastest first."""
-    frame = pd.DataFrame([arm for arm in result["arms"] if arm["group"] != CALIBRATION])
+    """One row for each arm but other seeds, the fastest first.
+
+    The column of a runtime has the factors of the gains, NaN where a pass was not timed; `gain_…` has the gains, and
+    `on_…` whether no other arm is faster and nearer.
+    """
+    frame = pd.DataFrame([entry for entry in result["arms"] if entry["group"] != CALIBRATION])
     for runtime in TIMED:
-        frame[runtime] = [speed_up(result, Variant(**settings), runtime) for settings in frame["settings"]]
-        frame[f"on_{runtime}"] = is_on_frontier(frame[runtime], frame["psnr"])
+        gains = [image_gain(result, arm_of(entry), runtime) for entry in frame.to_dict("records")]
+        frame[f"gain_{runtime}"] = pd.Series(gains, frame.index, dtype=object)
+        frame[runtime] = [np.nan if gain is None else gain.factor for gain in gains]
+        differing = [np.nan if gain is None else gain.factor if gain.is_difference else 1 for gain in gains]
+        frame[f"on_{runtime}"] = is_on_frontier(pd.Series(differing, frame.index), frame["psnr"])
     return frame.sort_values(next(iter(TIMED)), ascending=False, kind="stable", ignore_index=True)
 
 
@@ -509,7 +468,7 @@ def write_report(files: Sequence[Path], output: Path) -> str:
             cells.loc[is_best, name] = "**" + cells.loc[is_best, name] + "**"
         runtime, name = next(iter(TIMED.items()))
         if frame[runtime].notna().any():
-            path, label = output / f"{file.stem}.png", f"times as fast as plain, whole image, {name}"
+            path, label = output / f"{file.stem}.png", f"gain over plain, whole image, {name}"
             save_figure(plot(frame[frame[runtime].notna()], title, runtime, label), path)
             figures.append((path, f"{title}: distance from plain against {label}. Grey: the frontier."))
         sheet = output / f"{file.stem}_sheet.jpg"
@@ -544,8 +503,8 @@ def main() -> None:
     guidance = defaults.guidance_scale if options.guidance_scale is None else options.guidance_scale
     steps = round((options.steps or defaults.steps) / (options.strength or 1))
     prompts = with_seeds(prompts_of(options.model), options.count, 0)
-    size, runtime, threads = options.size or defaults.size, next(iter(TIMED)), options.threads
-    evaluation = Evaluation(options.model, prompts, size, steps, guidance, runtime, threads, options.strength)
+    size, threads = options.size or defaults.size, options.threads
+    evaluation = Evaluation(options.model, prompts, size, steps, guidance, threads, options.strength)
     about = {"model": options.model, "model_files": model_files(options.model), "sources": sources(), "size": size}
     about |= {"steps": steps, "guidance_scale": guidance, "strength": options.strength}
     about |= {"scheduler": type(load_model(options.model).scheduler).__name__}
@@ -560,7 +519,7 @@ def main() -> None:
     if options.time:
         made = {key: result[key] for key in ("command", "commit", "environment", "threads")}  # of the images
         about_timing = {"command": command, "commit": commit(), "environment": describe_environment()}
-        timed = [Variant(**entry["settings"]) for entry in content["arms"] if entry["group"] != CALIBRATION]
+        timed = [arm_of(entry) for entry in content["arms"] if entry["group"] != CALIBRATION]
         seconds = time_passes(evaluation, timed, options.rounds)
         content["timing"] = {**about_timing, "threads": threads, "seconds": seconds}
     for line in ["timed"] if options.time else measure(evaluation, content, options.only, folder):

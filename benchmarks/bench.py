@@ -13,24 +13,27 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
+from lab.arm import EAGER, PLAIN, Arm
 from lab.command import run_command
 from lab.speed.architectures import ARCHITECTURES
 from lab.speed.cases import (
-    ARM_NAMES,
-    EAGER,
+    BACKENDS,
+    BOTH,
+    KINDS,
     MEASURED,
-    PLAIN,
+    MEMORY_EFFICIENT,
     PROGRAMS,
+    TOME,
     Case,
     Timing,
     make_case,
     make_configs,
 )
-from lab.speed.catalog import ARMS, BACKENDS, make_arms
+from lab.speed.catalog import make_arms
 from lab.speed.runner import measure_all
 
 from ppdiffusers_tome.commands.merge_options import add_merge_options, read_methods
-from ppdiffusers_tome.comparison.clock import ratio_within_rounds
+from ppdiffusers_tome.comparison.clock import gain
 from ppdiffusers_tome.comparison.results import command_line
 from ppdiffusers_tome.cores import usable_cores
 from ppdiffusers_tome.errors import ToMeConfigError
@@ -70,8 +73,9 @@ def _add_options(bench: argparse.ArgumentParser) -> None:
     option("--ratio", type=float, nargs="+", default=[0.5], help="share of tokens to merge: 0.1 … 0.75" + DEFAULT)
     about = "ways to merge (default: that of apply_tome, with fixed dst), at each --ratio or at their own"
     add_merge_options(group, about)
-    option("--backend", choices=list(BACKENDS), nargs="+", default=[EAGER], help="one or several" + DEFAULT)
-    option("--arms", choices=list(ARMS), nargs="+", default=list(ARM_NAMES), help="what is compared" + DEFAULT)
+    option("--backend", choices=BACKENDS, nargs="+", default=[EAGER], help="one or several" + DEFAULT)
+    usual = [PLAIN, MEMORY_EFFICIENT, TOME, BOTH]
+    option("--arms", choices=KINDS, nargs="+", default=usual, help="what is compared" + DEFAULT)
     option = bench.add_argument_group("how it is measured").add_argument
     option("--rounds", type=int, default=5, help="timed passes of each arm; the arms take turns" + DEFAULT)
     option("--warm-up", type=int, default=1, help="passes of each arm before the timed ones" + DEFAULT)
@@ -108,20 +112,20 @@ def _cases(options: argparse.Namespace) -> list[Case]:
 
 
 def _lines(case: Case) -> Iterator[str]:
-    """Median seconds, speed-up over plain in the same backend, and peak memory; a line for each arm."""
+    """Median seconds, gain over plain in the same backend, and peak memory; a line for each arm."""
     yield f"{case.name}: {case.tokens} tokens"
-    width = max(len(arm.name) for arm in case.arms) + 2
-    yield f"  {'arm':<{width}}{'kept':>7}{'seconds':>10}{'speed-up':>10}{'peak MB':>9}"
-    plain = {arm.backend: arm.seconds for arm in case.with_status(MEASURED) if arm.arm == PLAIN}
-    for arm in case.arms:
-        if arm.status != MEASURED:
-            yield f"  {arm.name:<{width}}{arm.kept:>7}  {arm.status}: {arm.reason}"
+    width = max(len(measured.name) for measured in case.arms) + 2
+    yield f"  {'arm':<{width}}{'kept':>7}{'seconds':>10}{'gain':>15}{'peak MB':>9}"
+    seconds = {measured.arm: measured.seconds for measured in case.with_status(MEASURED)}
+    for measured in case.arms:
+        start = f"  {measured.name:<{width}}{measured.kept:>7}"
+        if measured.status != MEASURED:
+            yield f"{start}  {measured.status}: {measured.reason}"
             continue
-        faster = ""
-        if arm.backend in plain:
-            faster = f"{ratio_within_rounds(plain[arm.backend], arm.seconds).median:.2f}×"
-        peak = "" if arm.peak_memory_bytes is None else f"{arm.peak_memory_bytes / 1e6:.1f}"
-        yield f"  {arm.name:<{width}}{arm.kept:>7}{statistics.median(arm.seconds):>10.4f}{faster:>10}{peak:>9}"
+        plain = Arm(backend=measured.arm.backend)
+        gained = gain(seconds[plain], measured.seconds) if plain in seconds and plain != measured.arm else ""
+        peak = "" if measured.peak_memory_bytes is None else f"{measured.peak_memory_bytes / 1e6:.1f}"
+        yield f"{start}{statistics.median(measured.seconds):>10.4f}{gained!s:>15}{peak:>9}"
 
 
 def _report(options: argparse.Namespace, arguments: Sequence[str]) -> int:

@@ -12,9 +12,8 @@ from pathlib import Path
 from lab.command import run_command
 from lab.quality.evaluation import evaluate
 from lab.quality.image_generation import load_model
-from lab.quality.image_sets import RATIOS, Evaluation, list_image_sets, prompts_of, with_seeds
+from lab.quality.image_sets import RATIOS, Evaluation, list_arms, prompts_of, with_seeds
 from lab.quality.quality_report import write_quality_page
-from lab.speed.cases import ONNX_RUNTIME
 
 from ppdiffusers_tome.commands.image_options import MODEL_DEFAULT_HELP, add_step_options, step_settings
 from ppdiffusers_tome.commands.merge_options import add_merge_options, read_methods
@@ -37,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--model", help="folder of a ppdiffusers pipeline, or hub name")
     prompts = "the model's prompts.txt, or a few general ones"
     option("--prompts", type=Path, help=f".txt or .jsonl (default: {prompts})")
-    option("--count", type=int, default=256, help=f"images in each set; prompts repeat with other seeds {default}")
+    option("--count", type=int, default=256, help=f"images of each arm; prompts repeat with other seeds {default}")
     option("--size", type=int, help=f"px, height and width {MODEL_DEFAULT_HELP}")
     add_step_options(parser, MODEL_DEFAULT_HELP)
     option("--ratio", type=float, nargs="+", default=list(RATIOS), help=f"shares of tokens to merge {default}")
@@ -62,16 +61,16 @@ def _evaluate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if options.batch < 1:
         raise ToMeConfigError(f"--batch {options.batch} is not allowed: it must be 1 or more.")
     require_model_folder(options.model, hub_names=True)
-    image_sets = list_image_sets(options.ratio, read_methods(options))
+    arms = list_arms(options.ratio, read_methods(options))
     prompts = with_seeds(prompts_of(options.model, options.prompts), options.count, 0)
     own = model_defaults(options.model, load_model(options.model))
     size = options.size or own.size
     if size is None:
         raise ToMeConfigError(f"{options.model} has no size of its own: pass --size.")
-    settings = {"backend": ONNX_RUNTIME, "threads": options.threads, **step_settings(options, own)}
+    settings = {"threads": options.threads, **step_settings(options, own)}
     result = evaluate(
         Evaluation(options.model, prompts, size, **settings),
-        image_sets,
+        arms,
         options.output,
         batch=options.batch,
         real=options.real,

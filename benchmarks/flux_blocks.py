@@ -20,7 +20,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,13 @@ sys.path.insert(0, os.environ.get("PPDIFFUSERS_SOURCE", "."))
 import paddle
 import paddle.nn.functional as F
 import ppdiffusers
-from lab.speed.cases import MEASURED, PLAIN, TOME, Arm, Case
+from lab.arm import Arm
+from lab.speed.cases import MEASURED, Case, Measurement
 from paddle import nn
 
 import ppdiffusers_tome
 from ppdiffusers_tome import ToMeConfig
-from ppdiffusers_tome.comparison.clock import ratio_within_rounds, time_in_turns
+from ppdiffusers_tome.comparison.clock import gain, time_in_turns
 from ppdiffusers_tome.comparison.environment import describe_environment
 from ppdiffusers_tome.comparison.results import make_result, write_result
 from ppdiffusers_tome.families.models import find_blocks
@@ -119,8 +119,7 @@ def plan(block: str) -> tuple[Case, nn.Layer, dict[str, Any]]:
         summary = ppdiffusers_tome.tome_summary(model, *latent, frames=frames)
         assert summary.macs is not None and summary.saved is not None
         kept = summary.blocks[0].kept if config else tokens
-        arm = Arm(TOME if config else PLAIN, config=config, kept=kept, macs=summary.macs - summary.saved)
-        case.arms.append(arm)
+        case.arms.append(Measurement(Arm(config), kept=kept, macs=summary.macs - summary.saved))
     return case, model, inputs
 
 
@@ -140,9 +139,9 @@ def measure(block: str, rounds: int) -> Case:
         with paddle.no_grad():
             model(**inputs)
 
-    seconds = time_in_turns({i: partial(run, arm) for i, arm in enumerate(case.arms)}, rounds, warm_up=1)
-    for i, arm in enumerate(case.arms):
-        arm.seconds, arm.status = seconds[i], MEASURED
+    seconds = time_in_turns({measured.arm: partial(run, measured.arm) for measured in case.arms}, rounds, warm_up=1)
+    for measured in case.arms:
+        measured.seconds, measured.status = seconds[measured.arm], MEASURED
     return case
 
 
@@ -159,14 +158,14 @@ def main() -> None:
     cases = [measure(block, options.rounds) for block in options.blocks]
     for case in cases:
         plain = case.arms[0]
-        for arm in case.arms:
-            speed_up = ratio_within_rounds(plain.seconds, arm.seconds).median
-            print(f"{case.name}: {arm.name}: {speed_up:.2f}×, MACs allow {plain.macs / arm.macs:.2f}×")
+        for merged in case.arms[1:]:
+            allowed = f"MACs allow {plain.macs / merged.macs:.2f}×"
+            print(f"{case.name}: {merged.name}: {gain(plain.seconds, merged.seconds)}, {allowed}")
     if options.output:
         command = shlex.join(["python", "benchmarks/flux_blocks.py", *sys.argv[1:]])
         about = {**describe_environment(), "ppdiffusers": ppdiffusers.__version__}
         timing = {"rounds": options.rounds, "warm_up": 1, "threads": int(os.environ.get("OMP_NUM_THREADS", "1"))}
-        content = {"environment": about, **timing, "cases": [asdict(case) for case in cases]}
+        content = {"environment": about, **timing, "cases": [case.to_json() for case in cases]}
         write_result(options.output, make_result("speed", command, **content))
 
 

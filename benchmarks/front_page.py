@@ -10,14 +10,16 @@ import argparse
 from pathlib import Path
 from statistics import median
 
-from alternatives import RESULTS, Variant, image_seconds
+from alternatives import RESULTS, image_seconds
+from lab.arm import Arm
 from lab.quality.sheets import evenly_spaced
 from PIL import Image, ImageDraw, ImageFont
 
+from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.comparison.results import read_json
 
 OUTPUT = Path(__file__).parents[1] / "docs" / "pairs.jpg"
-ARMS = (Variant(), Variant(merging={"ratio": 0.5}))
+ARMS = (Arm(), Arm(ToMeConfig()))
 PAIRS, SIDE, GAP, WIDE_GAP, LABEL = 3, 256, 4, 22, 40  # px
 
 
@@ -36,7 +38,7 @@ def main() -> None:
         for place, (arm, needed) in enumerate(zip(ARMS, seconds, strict=True)):
             x = pair * (2 * SIDE + GAP + WIDE_GAP) + place * (SIDE + GAP)
             page.paste(Image.open(folder / arm.name / f"{number:04}.png"), (x, 0))
-            label = f"{'merged' if arm.merging else 'plain'}, {needed:.1f} s"
+            label = f"{'merged' if arm.config else 'plain'}, {needed:.1f} s"
             draw.text((x + SIDE / 2, SIDE + LABEL / 2), label, fill="black", font=font, anchor="mm")
     page.save(OUTPUT, quality=90, subsampling=0, optimize=True)
 

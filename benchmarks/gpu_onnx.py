@@ -446,12 +446,15 @@ def report(options: argparse.Namespace) -> None:
     """Write gpu_onnx.md beside the folder of the result."""
     from lab.markdown import NOT_MEASURED, table
 
+    from ppdiffusers_tome.comparison.clock import gain
+
     result = json.loads(options.result.read_text(encoding="utf-8"))
     cells = list(dict.fromkeys((row["size"], row["batch"]) for row in result["rows"]))
     rows: dict[tuple, dict[str, Any]] = {}
     for row in result["rows"]:
-        rows.setdefault((row["size"], row["batch"], row["arm"]), row)
-    arms = list(dict.fromkeys(row["arm"] for row in result["rows"]))
+        is_repeated = row["turn"] and "," not in row["arm"]
+        rows[row["size"], row["batch"], row["arm"] + (", beside the forms" if is_repeated else "")] = row
+    arms = list(dict.fromkeys(arm for *_, arm in rows))
 
     def text_of(cell: tuple[int, int], arm: str) -> str:
         row = rows.get((*cell, arm))
@@ -459,18 +462,18 @@ def report(options: argparse.Namespace) -> None:
             return NOT_MEASURED
         reference = reference_of(row, result["rows"])
         milliseconds = statistics.median(row["ms"])
-        speed_up = statistics.median(a / b for a, b in zip(reference["ms"], row["ms"], strict=True))
-        ratio = f", {speed_up:.2f}×" if row is not reference else ""
-        return f"{milliseconds:.1f} ms{ratio}, {row['bytes'] / 2**30:.2f} GiB"
+        gained = f", {gain(reference['ms'], row['ms'])}" if row is not reference else ""
+        return f"{milliseconds:.1f} ms{gained}, {row['bytes'] / 2**30:.2f} GiB"
 
     heads = [f"{size} px, batch {batch}" for size, batch in cells]
     versions = ", ".join(f"{name} {version}" for name, version in (result["programs"] | result["versions"]).items())
     furthest = max(row.get("difference", 0) for row in rows.values())
     lines = [
         f"# {(__doc__ or '').splitlines()[0].removesuffix('.')}\n",
-        "Milliseconds of a pass in float16 with random weights; how many times as fast as plain in the same runtime",
-        "and form (plain in a form: as plain without it); and the memory that a pass takes beside the weights, in",
-        "PyTorch with them. All arms of a column take turns: medians of rounds. Inputs and outputs are on the GPU.",
+        "Milliseconds of a pass in float16 with random weights (medians of rounds in which the arms take turns);",
+        "the gain over plain in the same runtime and form, and of plain in a form over plain beside the forms: the",
+        "quotient of both medians, or no difference where the quartiles of the rounds' own ratios include 1; and",
+        "the memory that a pass takes beside the weights, in PyTorch with them. Inputs and outputs are on the GPU.",
         "Without a form, ONNX Runtime has channels last, as the package's `OnnxRuntime`.\n",
         *table(["one pass", *heads], [[arm, *(text_of(cell, arm) for cell in cells)] for arm in arms]),
         f"\nAt 512 px a pass differs from that of a CPU by at most {100 * furthest:.2f} % (root mean square).",

@@ -19,29 +19,30 @@ from ppdiffusers.patches.tomesd_patch_utils import bipartite_soft_matching_rando
 
 from ppdiffusers_tome import ToMeConfig, ToMeError
 from ppdiffusers_tome.attach.placement import tokens_kept
-from ppdiffusers_tome.comparison.clock import quartiles, ratio_within_rounds, time_in_turns
+from ppdiffusers_tome.comparison.clock import gain, quartiles, time_in_turns
 from ppdiffusers_tome.comparison.results import check_result, make_result, read_json, write_result
 from ppdiffusers_tome.grid import Grid
 from ppdiffusers_tome.methods import METHODS
 from ppdiffusers_tome.methods.plan import MergePlan, merge, unmerge
 
-GLOBAL, BUILT_IN = "global", "built-in"  # over the whole grid: ours, and that of ppdiffusers
-MATCHINGS: dict[str, dict[str, Any]] = {
-    GLOBAL: {},
-    "windows of 8": {"window": 8},
-    "windows of 16": {"window": 16},
-}
+WINDOWS = (None, 8, 16)
+GLOBAL, BUILT_IN = "symmetric, window=None", "tomesd (built-in)"  # over the whole grid: ours, and that of ppdiffusers
 OPERATIONS = ("plan", "merge", "unmerge", "merge + unmerge")
 CASE = {"batch": 2, "height": 64, "width": 64, "channels": 320, "ratio": 0.5}
 SIDES = (64, 96, 128, 256, 512)  # tokens along each side of a grid: images of 512 to 4096 px in Stable Diffusion
+FORMAT_BEFORE = 3  # of results that have medians alone, and these names
+NAMES_BEFORE = {
+    "global": GLOBAL,
+    "windows of 8": "symmetric, window=8",
+    "windows of 16": "symmetric, window=16",
+    "built-in": BUILT_IN,
+}
 TOLERANCE = 1e-5  # float32 means of a few tokens of size 1
 
 
 def make_configs(ratio: float) -> dict[str, ToMeConfig]:
     """The config of each kind of matching."""
-    return {
-        name: ToMeConfig(ratio, "symmetric", **{"window": None, **settings}) for name, settings in MATCHINGS.items()
-    }
+    return {f"symmetric, window={window}": ToMeConfig(ratio, "symmetric", window=window) for window in WINDOWS}
 
 
 def planner(x: paddle.Tensor, grid: Grid, config: ToMeConfig) -> Callable[[], MergePlan]:
@@ -55,8 +56,7 @@ def time_operations(case: dict[str, Any], rounds: int) -> dict[str, Any]:
 
     Returns:
         `case`, `rounds`, `difference` (the largest, absolute), and `methods`, the built-in last: each with its
-        `method`, `milliseconds` (the median of each operation) and `times_faster` than the built-in (the median
-        within rounds); "merge + unmerge" adds the two within each round.
+        `method` and the `milliseconds` of each operation in each round; "merge + unmerge" adds the two in each round.
 
     Raises:
         ToMeError: the two differ.
@@ -85,15 +85,11 @@ def time_operations(case: dict[str, Any], rounds: int) -> dict[str, Any]:
     seconds = time_in_turns(arms, rounds, warm_up=3)
     methods = []
     for name in (*configs, BUILT_IN):
-        row: dict[str, Any] = {"method": name, "milliseconds": {}, "times_faster": {}}
+        milliseconds = {}
         for operation in OPERATIONS:
-            ours, built_in = (
-                [sum(parts) for parts in zip(*(seconds[source, part] for part in operation.split(" + ")), strict=True)]
-                for source in (name, BUILT_IN)
-            )
-            row["milliseconds"][operation] = 1e3 * quartiles(ours).median
-            row["times_faster"][operation] = ratio_within_rounds(built_in, ours).median
-        methods.append(row)
+            parts = zip(*(seconds[name, part] for part in operation.split(" + ")), strict=True)
+            milliseconds[operation] = [1e3 * sum(of_round) for of_round in parts]
+        methods.append({"method": name, "milliseconds": milliseconds})
     return {"case": case, "rounds": rounds, "difference": difference, "methods": methods}
 
 
@@ -124,7 +120,13 @@ def write_page(results: Path) -> str:
     """Write ops.md, beside the folder of results, from the ops.json there; returns its text."""
     file = results / "ops.json"
     result = read_json(file)
-    check_result(result, "operations", file)
+    check_result(result, "operations", file, earlier=[FORMAT_BEFORE])
+    if result["format"] == FORMAT_BEFORE:
+        for row in result["methods"]:
+            row["milliseconds"] = {name: [median] for name, median in row["milliseconds"].items()}
+        for row in (*result["methods"], *result["growth"]["plans"]):
+            row["method"] = NAMES_BEFORE[row["method"]]
+    *_, built_in = result["methods"]
     plans = {(plan["method"], plan["side"]): plan for plan in result["growth"]["plans"]}
     methods, sides = (list(dict.fromkeys(key[nth] for key in plans)) for nth in (0, 1))
     rows = [[f"{side}×{side}", *(_growth_cell(plans[method, side]) for method in methods)] for side in sides]
@@ -133,15 +135,20 @@ def write_page(results: Path) -> str:
         results.parent,
         file=file,
         **result,
-        operations=table(["matching", *OPERATIONS], [[row["method"], *_cells(row)] for row in result["methods"]]),
+        operations=table(
+            ["method", *OPERATIONS], [[row["method"], *_cells(row, built_in)] for row in result["methods"]]
+        ),
         plans=table(["tokens", *methods], rows),
     )
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    if row["method"] == BUILT_IN:
-        return [f"{row['milliseconds'][name]:.2f}" for name in OPERATIONS]
-    return [f"{row['milliseconds'][name]:.2f} ({row['times_faster'][name]:.1f}×)" for name in OPERATIONS]
+def _cells(row: dict[str, Any], built_in: dict[str, Any]) -> list[str]:
+    """The median of each operation, and the gain over the built-in."""
+    cells = []
+    for name in OPERATIONS:
+        own, other = (one["milliseconds"][name] for one in (row, built_in))
+        cells.append(f"{quartiles(own).median:.2f}" + ("" if row is built_in else f" ({gain(other, own)})"))
+    return cells
 
 
 def _growth_cell(plan: dict[str, Any]) -> str:

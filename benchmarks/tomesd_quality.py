@@ -4,8 +4,8 @@
     python benchmarks/tomesd_quality.py build/evaluate --ratio 0.5 --torch-python PYTHON
 
 Images differ from those of this library by the merging alone: the weights, the noise and the VAE are the same. The
-settings "…-tomesd" become a part of `quality.json` and of its report. tomesd has no seed: it samples its random dst
-anew in every pass.
+settings "tomesd … (PyTorch)" become a part of `quality.json` and of its report. tomesd has no seed: it samples its
+random dst anew in every pass.
 """
 
 import argparse
@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 import paddle
+from lab.arm import PYTORCH, Arm
 from lab.quality.evaluation import Measurer, calibrate, entry_of
-from lab.quality.image_generation import generate_image_set, load_model
-from lab.quality.image_sets import Evaluation, ImageSet
+from lab.quality.image_generation import generate_arm, load_model
+from lab.quality.image_sets import Evaluation
 from lab.torch_unet import TorchProcess
 from ppdiffusers import StableDiffusionPipeline
 
@@ -55,7 +56,7 @@ def add_tomesd(folder: Path, ratios: list[float], torch_python: str) -> None:
     file = folder / "quality.json"
     result = read_json(file)
     check_result(result, "quality", file)
-    fields = ("model", "size", "steps", "guidance_scale", "backend", "threads", "strength")
+    fields = ("model", "size", "steps", "guidance_scale", "threads", "strength")
     prompts = tuple((prompt["prompt"], prompt["seed"]) for prompt in result["prompts"])
     evaluation = Evaluation(**{name: result[name] for name in fields}, prompts=prompts)
     pipe = load_model(evaluation.model)
@@ -63,20 +64,20 @@ def add_tomesd(folder: Path, ratios: list[float], torch_python: str) -> None:
         raise ToMeConfigError(
             f"{evaluation.model} is a {type(pipe).__name__}: tomesd needs a StableDiffusionPipeline."
         )
-    settings = [ImageSet(f"{ratio:g}-tomesd", "tomesd", ToMeConfig(ratio=ratio), "PyTorch") for ratio in ratios]
+    arms = [Arm(ToMeConfig(ratio, "tomesd"), PYTORCH) for ratio in ratios]
     with (
         tempfile.TemporaryDirectory(prefix="tomesd_") as exchange,
         TorchProcess(torch_python, Path(exchange), pipe.unet, evaluation.threads) as process,
     ):
-        for setting in settings:
-            unet = RemoteUNet(pipe.unet.config, process, setting.config.ratio)
+        for arm in arms:
+            unet = RemoteUNet(pipe.unet.config, process, arm.ratio)
             remote = StableDiffusionPipeline(**{**pipe.components, "unet": unet}, requires_safety_checker=False)
             engine = Engine(remote, None, f"{evaluation.model} in PyTorch")
-            generate_image_set(evaluation, setting, folder, generate_here(lambda engine=engine: engine), batch=1)
+            generate_arm(evaluation, arm, folder, generate_here(lambda engine=engine: engine), batch=1)
         result["torch"] = dict(process.versions)
     measurer = Measurer(folder, evaluation.size)
     _, references = calibrate(measurer, image_paths(Path(result["real"]["folder"])) if result["real"] else [])
-    added = {setting.name: entry_of(measurer, setting, references) for setting in settings}
+    added = {arm.name: entry_of(measurer, arm, references) for arm in arms}
     result["settings"] = [entry for entry in result["settings"] if entry["name"] not in added] + list(added.values())
     write_result(file, result)
 

@@ -119,9 +119,10 @@ def programs_of(root: Path, model: str) -> Cache:
     return Cache(root / digest([model_files(model), versions(), sources()]))
 
 
-def program_key(size: int, arm: str, config: ToMeConfig | None, format: str) -> str:
+def program_key(size: int, by: str, config: ToMeConfig | None, format: str) -> str:
     """The key of a program within the cache of its model. `size` is that of a square image in px.
 
-    `config` is None where nothing merges; `format` is one of `run.manifest.FORMATS`. The batch is dynamic.
+    `by` is what merges by `config`, which is None where nothing does; `format` is one of `run.manifest.FORMATS`.
+    The batch is dynamic.
     """
-    return f"{arm}_{digest([size, arm, config and asdict(config), format])}"
+    return f"{by}_{digest([size, by, config and asdict(config), format])}"

@@ -15,8 +15,8 @@ from ..config import ToMeConfig
 from ..run.manifest import Size
 from ..run.models import ExportedUNet
 from ..summary import ToMeSummary
-from ..wording import method_in_words
-from .clock import now, order_of_round, ratio_within_rounds
+from ..wording import merging_in_words
+from .clock import NO_DIFFERENCE, gain, now, order_of_round
 from .peak_memory import peak_bytes, restart_peak
 from .sheets import make_sheet
 from .similarity import psnr, ssim
@@ -88,7 +88,7 @@ class Figures:
 
 
 @dataclass
-class Arm:
+class ComparedArm:
     """Images and times of one way to generate; without a config the plain one."""
 
     config: ToMeConfig | None
@@ -99,8 +99,8 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """ "plain", or its method and ratio."""
-        return PLAIN if self.config is None else f"{method_in_words(self.config)} {self.config.ratio:g}"
+        """ "plain", or its method, ratio and other settings."""
+        return PLAIN if self.config is None else merging_in_words(self.config)
 
     def switch_on(self, pipe: DiffusionPipeline) -> None:
         """Let the pipeline merge as this arm does."""
@@ -111,20 +111,17 @@ class Arm:
         else:
             pipe.apply_tome(config=self.config)
 
-    def figures(self, plain: "Arm") -> Figures:
+    def figures(self, plain: "ComparedArm") -> Figures:
         """The figures of this arm, compared with the plain one."""
-        is_plain = self is plain
-        ratios = ratio_within_rounds(plain.step_seconds, self.step_seconds)
-        is_different = not ratios.low <= 1 <= ratios.high
-        seconds = median(self.step_seconds)
+        is_plain, gained = self is plain, gain(plain.step_seconds, self.step_seconds)
         pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(plain.images, self.images, strict=True)]
         return Figures(
             arm=self.name,
             config=self.config,
             rounds=self.step_seconds,
-            step_seconds=seconds,
-            gain=median(plain.step_seconds) / seconds if is_different and not is_plain else None,
-            gain_quartiles=None if is_plain else (ratios.low, ratios.high),
+            step_seconds=median(self.step_seconds),
+            gain=gained.factor if gained.is_difference and not is_plain else None,
+            gain_quartiles=None if is_plain else (gained.low, gained.high),
             psnr=None if is_plain else mean(psnr(*pair) for pair in pairs),
             ssim=None if is_plain else mean(ssim(*pair) for pair in pairs),
             peak_bytes=max(self.peaks, default=None),
@@ -146,7 +143,7 @@ def compare(
     configs: Sequence[ToMeConfig],
     rounds: int = ROUNDS,
     report: Callable[[str], None] = lambda line: None,
-) -> list[Arm]:
+) -> list[ComparedArm]:
     """Generate the images of a scene plain and merged, and time their steps. The pipeline is plain afterwards.
 
     Args:
@@ -162,7 +159,7 @@ def compare(
     Raises:
         NoMergeableLayerError: a config merges nothing in this pipeline, and nothing was generated.
     """
-    arms = [Arm(config, summary_at(pipe, config, scene.size)) for config in (None, *configs)]
+    arms = [ComparedArm(config, summary_at(pipe, config, scene.size)) for config in (None, *configs)]
     try:
         report(f"{len(arms) * (rounds + 1)} steps for the times")
         _time_steps(pipe, scene, arms, rounds)
@@ -188,7 +185,7 @@ def _is_exported(pipe: DiffusionPipeline) -> bool:
     return isinstance(vars(pipe).get("unet"), ExportedUNet)
 
 
-def _time_steps(pipe: DiffusionPipeline, scene: Scene, arms: Sequence[Arm], rounds: int) -> None:
+def _time_steps(pipe: DiffusionPipeline, scene: Scene, arms: Sequence[ComparedArm], rounds: int) -> None:
     """Time `rounds` steps of each arm within one image, in which the arms take turns from step to step.
 
     So another program that slows this machine down slows all arms down alike. The first round warms up, and the image
@@ -240,10 +237,10 @@ def make_table(rows: Sequence[Figures]) -> str:
 def _gain(row: Figures) -> str:
     if row.gain_quartiles is None:
         return ""
-    return "no difference" if row.gain is None else f"{row.gain:.2f}×"
+    return NO_DIFFERENCE if row.gain is None else f"{row.gain:.2f}×"
 
 
-def draw_sheet(arms: Sequence[Arm], scene: Scene) -> Image.Image:
+def draw_sheet(arms: Sequence[ComparedArm], scene: Scene) -> Image.Image:
     """A row for each arm, and a column with the first image of each prompt; above them the image that they start from.
 
     That is the input of a ControlNet or of image-to-image.

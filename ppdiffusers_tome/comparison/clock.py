@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import paddle
 
 Name = TypeVar("Name")
+NO_DIFFERENCE = "no difference"
 
 
 class Quartiles(NamedTuple):
@@ -31,9 +32,34 @@ def quartiles(values: Iterable[float]) -> Quartiles:
     return Quartiles(at(0.5), at(0.25), at(0.75))
 
 
-def ratio_within_rounds(numerator: Sequence[float], denominator: Sequence[float]) -> Quartiles:
-    """Median and quartiles of the ratio of two arms' seconds, taken round by round: noise that hits both cancels."""
-    return quartiles(a / b for a, b in zip(numerator, denominator, strict=True))
+class Gain(NamedTuple):
+    """How many times as fast an arm is as plain; as text its factor, such as "1.60×", or "no difference"."""
+
+    factor: float  # plain's median divided by the arm's
+    low: float  # lower quartile of the ratios within the rounds
+    high: float
+
+    @property
+    def is_difference(self) -> bool:
+        """Whether the rounds show one: their quartiles and the factor are on the same side of 1."""
+        return min(self) > 1 or max(self) < 1
+
+    def __str__(self) -> str:
+        return f"{self.factor:.2f}×" if self.is_difference else NO_DIFFERENCE
+
+
+def gain(plain: Sequence[float], merged: Sequence[float]) -> Gain:
+    """The gain of one arm over another, from the times of both in the same rounds.
+
+    The factor is the quotient of the medians, so that it agrees with the times that are shown beside it. Whether the
+    arms differ at all is seen within the rounds, where noise that hits both cancels.
+
+    Example:
+        >>> str(gain([2.0, 9.0, 4.0], [1.0, 3.0, 2.5])), str(gain([1.0, 2.0, 6.0, 1.0], [2.0, 1.0, 3.0, 2.0]))
+        ('1.60×', 'no difference')
+    """
+    within = quartiles(a / b for a, b in zip(plain, merged, strict=True))
+    return Gain(quartiles(plain).median / quartiles(merged).median, within.low, within.high)
 
 
 def now() -> float:

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from ..files import write_file
 from .environment import commit, describe_environment
 
 # The current format of each kind.
-FORMATS = {"speed": 3, "operations": 3, "quality": 3, "comparison": 5, "edges": 1, "load": 2, "experiments": 1}
+FORMATS = {"speed": 4, "operations": 4, "quality": 4, "comparison": 5, "edges": 1, "load": 2, "experiments": 1}
 
 
 PROGRAM = "python -m ppdiffusers_tome"
@@ -52,16 +52,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def check_result(result: dict[str, Any], kind: str, source: Path | str) -> None:
+def check_result(result: dict[str, Any], kind: str, source: Path | str, earlier: Collection[int] = ()) -> None:
     """Check the kind and the format of a result.
 
+    Args:
+        source: of the result, for the message.
+        earlier: formats before the current one that can be read too.
+
     Raises:
-        ToMeConfigError: it is of another kind, or in another format than the current one.
+        ToMeConfigError: it is of another kind, or in another format.
     """
     if result.get("kind") != kind:
         raise ToMeConfigError(f"{source} is not a {kind} result: its kind is {result.get('kind')!r}.")
-    if result.get("format") != FORMATS[kind]:
+    if result.get("format") not in (readable := (*earlier, FORMATS[kind])):
         raise ToMeConfigError(
-            f"{source} has format {result.get('format')!r}, but this version reads only format {FORMATS[kind]}: "
+            f"{source} has format {result.get('format')!r}, but this version reads only format "
+            f"{' and '.join(map(str, readable))}: "
             "measure again with this version."
         )

@@ -1,10 +1,10 @@
 """Small speed results with known answers, for the tests of what reads them; and a small case with its backends."""
 
 import json
-from dataclasses import asdict
 
-from lab.speed.cases import Arm, Case, make_case
-from lab.speed.catalog import BACKENDS
+from lab.arm import Arm
+from lab.speed.backends import EagerBackend, ProgramBackend
+from lab.speed.cases import Case, Measurement, make_case
 
 from ppdiffusers_tome import ToMeConfig
 
@@ -20,25 +20,24 @@ def config(ratio, **settings):
     return ToMeConfig(**{"ratio": ratio, "use_rand": False, "method": "tomesd", **settings}) if ratio else None
 
 
-def arm(name, seconds, *, ratio=0.0, status="measured", memory=None, merging=None, max_downsample=None, **fields):
-    """One arm; `seconds` has one number per round, `memory` is in GB; `merging` are settings of `ToMeConfig`."""
-    settings = config(ratio, max_downsample=max_downsample, **(merging or {}))
+def arm(seconds, ratio=0.0, *, status="measured", memory=None, attention="plain", backend="eager", **fields):
+    """One arm; `seconds` has one number per round, `memory` is in GB."""
     costs = {"seconds": list(seconds), "peak_memory_bytes": memory and int(memory * 10**9), "macs": 10**9}
     costs["parity"] = {"against": "its reference", "difference": 2e-6}
     reason = None if status == "measured" else "the allocator failed"
-    kept = int(4096 * (1 - ratio))
-    return {**asdict(Arm(name, config=settings, kept=kept, status=status, reason=reason, **costs)), **fields}
+    made = Arm(config(ratio), attention=attention, backend=backend)
+    return {**Measurement(made, int(4096 * (1 - ratio)), status=status, reason=reason, **costs).to_json(), **fields}
 
 
 def case(arms, *, size=512, batch=2, **fields):
     about = Case("sd15", size=size, batch=batch, latent=[size // 8, size // 8], tokens=(size // 8) ** 2)
-    return {**asdict(about), "arms": arms, **fields}
+    return {**about.to_json(), "arms": arms, **fields}
 
 
 def result(cases, *, machine="Test CPU", **fields):
     environment = {"machine": machine, "cores": 2, "device": "cpu", "python": "3.11.9", "paddlepaddle": "2.6.2"}
     environment |= {"paddlepaddle-gpu": "not installed", "ppdiffusers": "0.29.0", "ppdiffusers_tome": "0.9.0"}
-    about = {"kind": "speed", "format": 3, "commit": "abc1234", "environment": environment, "rounds": 3, "threads": 1}
+    about = {"kind": "speed", "format": 4, "commit": "abc1234", "environment": environment, "rounds": 3, "threads": 1}
     return {**about, "command": "python benchmarks/bench.py", "cases": cases, **fields}
 
 
@@ -47,7 +46,7 @@ def tiny(**fields):
 
 
 def open_backend(name, workload, folder):
-    return BACKENDS[name].make(name, workload, 1, folder)
+    return (EagerBackend if name == "eager" else ProgramBackend)(name, workload, 1, folder)
 
 
 def write(path, data):

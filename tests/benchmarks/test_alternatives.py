@@ -7,10 +7,11 @@ import numpy as np
 import paddle
 import pandas as pd
 import pytest
-from alternatives import Variant
 from conftest import inputs, traces
+from lab.arm import Arm
 from lab.quality.quality_plots import is_on_frontier
 
+from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.comparison.results import read_json
 from ppdiffusers_tome.export import programs
 
@@ -19,7 +20,7 @@ def steps(unet, arm, count=3):
     """The predictions of steps with different inputs, by an arm's passes in eager mode."""
     before = traces(unet)
     traceable = programs.denoiser(unet, None)
-    layer = alternatives.Pass(traceable.layer, arm.reused_layers(traceable.layer.unet), keywords(seed=9))
+    layer = alternatives.Pass(traceable.layer, alternatives.reused_layers(arm, traceable.layer.unet), keywords(seed=9))
     run = lambda **tensors: outputs if isinstance(outputs := layer(**tensors), tuple) else (outputs,)  # noqa: E731
     passes = alternatives.Passes(unet.config, arm, run, run)
     with paddle.no_grad():
@@ -57,17 +58,10 @@ def plain(unet, count=3):
 
 
 def test_a_step_of_deep_cache_computes_the_first_level_with_features_of_the_last_full_one(unet):
-    own = steps(unet, Variant(every=2))
+    own = steps(unet, Arm(every=2))
     expected = plain(unet)
     expected[1] = by_hand(unet, [unet.up_blocks[0]], 1)
     assert len(unet.up_blocks) == 2
-    np.testing.assert_array_equal(own, expected)
-
-
-def test_with_last_layer_a_step_of_deep_cache_computes_that_alone(unet):
-    own = steps(unet, Variant(every=2, last_layer=True))
-    expected, last = plain(unet), unet.up_blocks[-1]
-    expected[1] = by_hand(unet, [last.resnets[-2], *getattr(last, "attentions", [])[-2:-1]], 1)
     np.testing.assert_array_equal(own, expected)
 
 
@@ -75,14 +69,8 @@ def cross_attention(unet):
     return [layer for path, layer in unet.named_sublayers() if path.endswith("attn2")]
 
 
-def test_cross_attention_is_reused_after_the_gate(unet):
-    own = steps(unet, Variant(gate=1))
-    np.testing.assert_array_equal(own, [by_hand(unet, cross_attention(unet), seed) for seed in range(3)])
-    assert (own[1] != plain(unet)[1]).any()
-
-
 def test_t_gate_drops_guidance_and_keeps_the_mean_of_both_halves(unet):
-    own = steps(unet, Variant(gate=1, guided=False))
+    own = steps(unet, Arm(gate=1))
     np.testing.assert_array_equal(own[0], plain(unet, 1)[0])
     for seed in (1, 2):
         half = by_hand(unet, cross_attention(unet), seed, half=True)
@@ -97,17 +85,36 @@ def test_frontier_leaves_out_what_is_slower_or_further():
 def test_arms_have_names_of_their_own_and_allowed_settings():
     arms = alternatives.list_arms()
     assert len({arm.name for arm in arms}) == len(arms)
-    assert all(arm.config.ratio == arm.merging.get("ratio", 0) for arm in arms)
     assert {arm.name for arm in arms} >= set(alternatives.SHEET)
-    assert Variant().name == "plain"
-    assert {arm.group for arm in arms} == {*alternatives.COLOURS, alternatives.CALIBRATION}
+    assert {*map(alternatives.group_of, arms)} == {*alternatives.COLOURS, alternatives.CALIBRATION}
+
+
+def test_committed_results_have_these_arms_alone():
+    """What no result has goes. Entries of both forms are read."""
+    known = {arm.name: arm for arm in alternatives.list_arms()}
+    results = [read_json(file) for file in sorted(alternatives.RESULTS.glob("alternatives_*.json"))]
+    assert {entry["name"] for result in results for entry in result["arms"]} == {*known}
+    for entry in (entry for result in results for entry in result["arms"]):
+        assert alternatives.arm_of(entry) == known[entry["name"]]
+        assert alternatives.arm_of({"settings": known[entry["name"]].to_json()}) == known[entry["name"]]
+        assert entry["group"] == alternatives.group_of(known[entry["name"]])
+
+
+def test_an_arm_that_is_no_faster_has_no_factor_and_no_place_on_the_frontier():
+    seconds = {"rest": [0.0, 0.0, 0.0], "plain": [1.0, 2.0, 1.0], "default 0.5": [0.5, 2.5, 1.0], "kv 0.75": [0.5] * 3}
+    entries = [{"name": arm.name, "group": "merging", "settings": arm.to_json(), "psnr": psnr, "perceptual": 0.1}
+               for arm, psnr in ((Arm(ToMeConfig()), 50.0), (Arm(ToMeConfig(0.75, "kv")), 30.0))]  # fmt: skip
+    timing = {"seconds": dict.fromkeys(alternatives.TIMED, seconds)}
+    frame = alternatives.read_frame({"steps": 1, "strength": None, "arms": entries, "timing": timing})
+    assert frame["gain_onnxruntime"].map(str).tolist() == ["2.00×", "no difference"]
+    assert frame["on_onnxruntime"].tolist() == [True, False]
 
 
 def test_a_result_is_continued_timed_and_reported_and_one_of_other_images_is_refused(
     model, tmp_path, monkeypatch, capsys
 ):
-    arms = [Variant(merging={"ratio": 0.5}), Variant(steps=1, dpm_solver=True), Variant(other_seed=True)]
-    arms += [Variant(gate=1, guided=False)]
+    arms = [Arm(ToMeConfig()), Arm(steps=1, dpm_solver=True), Arm(other_seed=True)]
+    arms += [Arm(gate=1)]
     monkeypatch.setattr(alternatives, "list_arms", lambda: arms)
     monkeypatch.setattr(alternatives, "ROOT", tmp_path)
 

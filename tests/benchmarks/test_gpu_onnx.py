@@ -7,6 +7,7 @@ import gpu_onnx
 import numpy as np
 import onnx
 import pytest
+from lab.arm import Arm
 
 from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.run.runtime import load_module
@@ -40,10 +41,10 @@ def test_a_block_for_gpus_has_few_operators_more_than_plain():
     assert added["todo 0.75"] == (1, 1) and 0 < added["default 0.5"][1] < added["default 0.5"][0]
 
 
-def test_names_of_arms_are_their_methods_and_ratios():
+def test_names_of_arms_are_those_of_every_benchmark():
     """`measure` runs without this package, so the script writes them out."""
-    configs = {name: ToMeConfig(**settings) for name, settings in gpu_onnx.MERGED.items()}
-    assert {name: f"{config.method} {config.ratio:g}" for name, config in configs.items()} == {n: n for n in configs}
+    names = [Arm(ToMeConfig(**settings)).name for settings in gpu_onnx.MERGED.values()]
+    assert names == [*gpu_onnx.MERGED] and Arm().name == gpu_onnx.PLAIN
 
 
 def test_arms_take_turns():

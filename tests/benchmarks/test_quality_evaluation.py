@@ -53,7 +53,7 @@ def test_the_result_is_complete(evaluated, model):
     assert [(p["prompt"], p["seed"]) for p in result["prompts"]] == [
         *(("a fox", 0), ("an owl", 1), ("a fox", 2), ("an owl", 3))
     ]
-    assert [s["name"] for s in result["settings"]] == ["0.25", "0.75"]
+    assert [s["name"] for s in result["settings"]] == ["default 0.25", "default 0.75"]
     for setting in result["settings"]:
         assert all(len(values) == 4 for values in setting["pairs"].values())
         assert setting["kid"]["to plain, other seeds"]["std"] > 0
@@ -114,10 +114,8 @@ def test_real_images_are_compared_too(evaluated):
 def test_methods_are_settings_too(model, tmp_path):
     assert evaluate(model, tmp_path, *QUICK, "--ratio", "0.5", "--merging", "sx=4") == 0
     settings = read_json(tmp_path / "quality.json")["settings"]
-    assert [(setting["group"], setting["config"]) for setting in settings] == [
-        ("ratio", asdict(ToMeConfig())),
-        ("method", asdict(ToMeConfig(sx=4))),
-    ]
+    assert [setting["name"] for setting in settings] == ["default 0.5", "default 0.5, sx=4"]
+    assert [setting["arm"]["config"] for setting in settings] == [asdict(ToMeConfig()), asdict(ToMeConfig(sx=4))]
     by_default, by_method = (setting["pairs"]["psnr"] for setting in settings)
     assert None not in [*by_default, *by_method] and by_default != by_method
     assert "## Methods" in (tmp_path / "quality.md").read_text(encoding="utf-8")
@@ -195,7 +193,7 @@ def test_what_is_not_given_is_the_models_own(model, tmp_path, planned, capsys):
 def test_results_of_another_kind_or_format_are_refused(tmp_path, capsys):
     for content, message in (
         ({"kind": "speed", "format": 2}, "is not a quality result: its kind is 'speed'"),
-        ({"kind": "quality", "format": 2}, "has format 2, but this version reads only format 3"),
+        ({"kind": "quality", "format": 2}, "has format 2, but this version reads only format 3 and 4"),
         ([], "holds a JSON list"),
     ):
         write_result(tmp_path / "result.json", content)

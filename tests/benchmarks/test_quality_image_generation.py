@@ -6,22 +6,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from lab import cache
+from lab.arm import Arm
 from lab.quality import image_generation
 from lab.quality.image_generation import (
     claim_folder,
     export_programs,
-    generate_image_set,
+    generate_arm,
     image_folder,
     read_images,
 )
-from lab.quality.image_sets import PLAIN_IMAGES, Evaluation, ImageSet, list_image_sets
+from lab.quality.image_sets import PLAIN_IMAGES, Evaluation, list_arms
 from PIL import Image
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError
 from ppdiffusers_tome.comparison.sheets import image_paths
 
-EVALUATION = Evaluation("model", (("a fox", 1), ("an owl", 2)), 32, 1, 7.5, "onnxruntime", threads=1)
-FIXED = ImageSet("0.5", "ratio", ToMeConfig(ratio=0.5, use_rand=False))
+EVALUATION = Evaluation("model", (("a fox", 1), ("an owl", 2)), 32, 1, 7.5, threads=1)
+FIXED = Arm(ToMeConfig(ratio=0.5, use_rand=False))
 
 
 def test_failed_images_are_an_error_and_the_others_are_stored(tmp_path):
@@ -30,12 +31,12 @@ def test_failed_images_are_an_error_and_the_others_are_stored(tmp_path):
             yield batch[0], "out of memory"
             yield batch[1], b"png"
 
-    with pytest.raises(ToMeError, match=r"1 images of 0\.5 failed, the first of 'a fox': out of memory"):
-        generate_image_set(EVALUATION, FIXED, tmp_path, backend, batch=2)
+    with pytest.raises(
+        ToMeError, match=r"1 images of default 0\.5, use_rand=False failed, the first of 'a fox': out of memory"
+    ):
+        generate_arm(EVALUATION, FIXED, tmp_path, backend, batch=2)
     assert len(image_paths(image_folder(FIXED, tmp_path))) == 1
-    generate_image_set(
-        EVALUATION, FIXED, tmp_path, lambda batches: (one for one in [(batches[0][0], b"png")]), batch=2
-    )
+    generate_arm(EVALUATION, FIXED, tmp_path, lambda batches: (one for one in [(batches[0][0], b"png")]), batch=2)
     assert len(image_paths(image_folder(FIXED, tmp_path))) == 2
     Image.new("RGB", (48, 40), (10, 20, 30)).save(tmp_path / "a.png")
     assert (read_images([tmp_path / "a.png"], 32) == np.full([1, 32, 32, 3], [10, 20, 30])).all(), "resized"
@@ -75,11 +76,11 @@ def test_one_program_folder_for_settings_that_differ_in_the_ratio(monkeypatch, t
     exports = []
     monkeypatch.setattr(image_generation, "load_model", lambda model: "pipe")
     monkeypatch.setattr(image_generation, "write_export", lambda *args, **options: exports.append((args, options)))
-    settings = [PLAIN_IMAGES, *list_image_sets((0.25, 0.5), [{"use_rand": False}, {"sx": 4}])]
+    settings = [PLAIN_IMAGES, *list_arms((0.25, 0.5), [{"use_rand": False}, {"sx": 4}])]
     programs = export_programs(EVALUATION, settings, tmp_path)
     folders = {setting.name: folder.name for setting, folder in programs.items()}
-    assert folders["plain"] == folders["0.25"] == folders["0.5"] == "defaults"
-    assert folders["0.25-use_rand=False"] == folders["0.5-use_rand=False"] == "use_rand=False"
+    assert folders["plain"] == folders["default 0.25"] == folders["default 0.5"] == "defaults"
+    assert folders["default 0.25, use_rand=False"] == folders["default 0.5, use_rand=False"] == "use_rand=False"
     assert len(exports) == len(set(folders.values())) == 3
     (_, folder, configs, sizes), options = exports[0]
     assert (folder.name, configs, sizes) == ("defaults", [ToMeConfig(ratio) for ratio in (0, 0.25, 0.5)], [(32, 32)])

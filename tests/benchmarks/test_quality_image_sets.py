@@ -9,26 +9,24 @@ from lab.quality.image_sets import (
     PHOTOGRAPHS,
     PLAIN_IMAGES,
     Evaluation,
-    list_image_sets,
+    list_arms,
     with_seeds,
 )
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 
-EVALUATION = Evaluation("model", (("a fox", 1), ("an owl", 2**32 - 1)), 32, 20, 7.5, "onnxruntime", threads=1)
+EVALUATION = Evaluation("model", (("a fox", 1), ("an owl", 2**32 - 1)), 32, 20, 7.5, threads=1)
 
 
 def test_methods_are_generated_at_each_ratio_or_at_their_own():
     methods = [{"window": 4, "proportional": True}, {"method": "todo", "use_rand": True, "ratio": 0.75}]
     methods.append({"window": ToMeConfig().window})  # equals the defaults, which are generated already
-    settings = list_image_sets((0.25, 0.5), methods)
-    assert [(setting.name, setting.group) for setting in settings[:2]] == [("0.25", "ratio"), ("0.5", "ratio")]
-    settings = settings[2:]
-    assert {setting.group for setting in settings} == {"method"}
-    assert {setting.name: setting.config for setting in settings} == {
-        "0.25-window=4_proportional=True": ToMeConfig(ratio=0.25, window=4, proportional=True),
-        "0.5-window=4_proportional=True": ToMeConfig(ratio=0.5, window=4, proportional=True),
-        "0.75-method=todo_use_rand=True": ToMeConfig(ratio=0.75, method="todo", use_rand=True),
+    assert {arm.name: arm.config for arm in list_arms((0.25, 0.5), methods)} == {
+        "default 0.25": ToMeConfig(ratio=0.25),
+        "default 0.5": ToMeConfig(ratio=0.5),
+        "default 0.25, window=4": ToMeConfig(ratio=0.25, window=4, proportional=True),
+        "default 0.5, window=4": ToMeConfig(ratio=0.5, window=4, proportional=True),
+        "todo 0.75, use_rand=True": ToMeConfig(ratio=0.75, method="todo", use_rand=True),
     }
 
 
@@ -45,7 +43,7 @@ def test_methods_are_generated_at_each_ratio_or_at_their_own():
 )
 def test_settings_out_of_range_are_refused(arguments, message):
     with pytest.raises(ToMeConfigError, match=message):
-        list_image_sets(**arguments)
+        list_arms(**arguments)
 
 
 @pytest.mark.parametrize(

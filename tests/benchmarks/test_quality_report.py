@@ -165,7 +165,7 @@ def test_jpeg_is_small_and_carries_its_settings(tmp_path, monkeypatch):
 
 NINE = make_result(count=9)
 PAIRS = ["psnr", "ssim", "perceptual"]
-LABELS = {"ratio": "random dst", "tomesd": "tomesd on PyTorch", "method": "tomesd"}
+LABELS = {"ratio": "symmetric", "tomesd": "tomesd (PyTorch)", "method": "tomesd"}
 KNOWN = {name: known for name, known in NINE["calibration"].items() if known["pairs"]}
 
 

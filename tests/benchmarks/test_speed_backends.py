@@ -8,8 +8,9 @@ import cuda_attention
 import numpy as np
 import pytest
 from conftest import traces
+from lab.arm import Arm
 from lab.speed import backends
-from lab.speed.cases import ARM_NAMES, Arm, make_case, make_configs
+from lab.speed.cases import make_case, make_configs
 from lab.speed.catalog import make_arms
 from lab.speed.workloads import Workload
 from ppdiffusers.models.attention_processor import XFormersAttnProcessor
@@ -23,14 +24,14 @@ WHOLE = {"window": None, "proportional": False}
 
 def test_arms_are_backends_by_ratios_by_levels():
     configs = make_configs([0.5, 0.75], [WHOLE])
-    arms = make_arms(tiny(), list(ARM_NAMES), ["eager", "predictor"], configs)
+    arms = make_arms(tiny(), ["plain", "memory-efficient", "tome", "both"], ["eager", "predictor"], configs)
     names = [arm.name for arm in arms]
     assert names[:4] == [
         *("plain, eager", "memory-efficient, eager"),
-        *(f"default {ratio}, whole grid, not proportional, eager" for ratio in (0.5, 0.75)),
+        *(f"default {ratio}, window=None, proportional=False, eager" for ratio in (0.5, 0.75)),
     ]
     assert len({*names}) == len(names) and [arm.kept for arm in arms[:4]] == [256, 256, 204, 64]
-    assert [arm.arm for arm in arms if arm.backend == "predictor"] == ["plain", "tome", "tome"]
+    assert [one.arm.ratio for one in arms if one.arm.backend == "predictor"] == [0, 0.5, 0.75]
     assert {arm.status for arm in arms} == {"planned"}
 
 
@@ -48,15 +49,15 @@ def test_merging_arms_take_every_ratio_or_their_own():
     assert all(not config.use_rand for config in configs)
     arms = make_arms(tiny(), ["tome"], ["eager"], configs)
     assert [arm.name.removesuffix(", eager") for arm in arms] == [
-        "default 0.5, whole grid, not proportional",
-        "default 0.5, windows of 8, not proportional",
-        "default 0.5, whole grid",
+        "default 0.5, window=None, proportional=False",
+        "default 0.5, window=8, proportional=False",
+        "default 0.5, window=None",
         "tomesd 0.5",
-        "todo 0.75, not proportional",
-        "kv 0.75, whole grid, not proportional",
-        "default 0.25, whole grid, not proportional",
-        "default 0.25, windows of 8, not proportional",
-        "default 0.25, whole grid",
+        "todo 0.75, proportional=False",
+        "kv 0.75, window=None, proportional=False",
+        "default 0.25, window=None, proportional=False",
+        "default 0.25, window=8, proportional=False",
+        "default 0.25, window=None",
         "tomesd 0.25",
     ]
 
@@ -77,11 +78,11 @@ def test_eager_arms_compute_what_they_should_and_leave_no_trace(tmp_path):
     workload = Workload(tiny())
     eager = open_backend("eager", workload, tmp_path)
     before, plain = traces(workload.denoiser), workload.run().numpy()
-    arms = Arm("tome", config=config(0.5)), Arm("both", config=config(0.5), attention="slicing")
-    out = {arm.arm: eager.output(arm) for arm in arms}
-    sliced = Arm("memory-efficient", attention="slicing")
+    arms = {"tome": Arm(config(0.5)), "both": Arm(config(0.5), attention="slicing")}
+    out = {name: eager.output(arm) for name, arm in arms.items()}
+    sliced = Arm(attention="slicing")
     np.testing.assert_allclose(eager.output(sliced), plain, atol=1e-5)
-    assert eager.peak_memory(sliced) < eager.peak_memory(Arm("plain")) and eager.seconds(sliced) > 0
+    assert eager.peak_memory(sliced) < eager.peak_memory(Arm()) and eager.seconds(sliced) > 0
     for name, values in out.items():
         assert np.abs(values - plain).max() > 1e-3, name
     np.testing.assert_allclose(out["both"], out["tome"], atol=1e-5)
@@ -93,7 +94,8 @@ def test_xformers_saves_the_memory_of_a_gpu(tmp_path):
     case = tiny()
     with patch("paddle.get_device", return_value="gpu:0"):
         configs = make_configs([0.5], [WHOLE])
-        efficient, both = make_arms(case, ["memory-efficient", "both"], ["eager"], configs)
+        arms = make_arms(case, ["memory-efficient", "both"], ["eager"], configs)
+    efficient, both = (measured.arm for measured in arms)
     assert efficient.attention == both.attention == "xformers"
     workload, attend = Workload(case), XFormersAttnProcessor.__call__
     eager = open_backend("eager", workload, tmp_path)
@@ -104,7 +106,7 @@ def test_xformers_saves_the_memory_of_a_gpu(tmp_path):
         merged, fused = eager.output(both), eager.output(efficient)
     assert processor.called
     np.testing.assert_allclose(fused, workload.run().numpy(), atol=1e-5)
-    np.testing.assert_allclose(merged, eager.output(Arm("tome", config=configs[0])), atol=1e-5)
+    np.testing.assert_allclose(merged, eager.output(Arm(configs[0])), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -120,24 +122,24 @@ def test_other_methods_compute_the_same_in_a_predictor_and_leave_no_trace(ratio,
     workload, merging = Workload(tiny()), config(ratio, **settings)
     eager, predictor = (open_backend(name, workload, tmp_path) for name in ("eager", "predictor"))
     plain = workload.run().numpy()
-    expected = eager.output(Arm("tome", config=merging))
+    expected = eager.output(Arm(merging))
     assert np.abs(expected - plain).max() > 1e-3
-    actual = predictor.output(Arm("tome", "predictor", merging))
+    actual = predictor.output(Arm(merging, backend="predictor"))
     np.testing.assert_allclose(actual, expected, atol=1e-5)
     np.testing.assert_array_equal(workload.run().numpy(), plain)
     again = open_backend("predictor", workload, tmp_path)
     with patch.object(backends, "save", side_effect=AssertionError("exported")):
-        np.testing.assert_array_equal(again.output(Arm("tome", "predictor", merging)), actual)
+        np.testing.assert_array_equal(again.output(Arm(merging, backend="predictor")), actual)
         with pytest.raises(AssertionError, match="exported"):
-            again.output(Arm("tome", "predictor", replace(merging, merge_mlp=True)))
+            again.output(Arm(replace(merging, merge_mlp=True), backend="predictor"))
 
 
 def test_arms_as_onnx_compute_the_same_and_share_weights(tmp_path):
-    workload, arms = Workload(tiny()), [Arm("plain", "openvino"), Arm("tome", "openvino", config(0.5))]
+    workload, arms = Workload(tiny()), [Arm(backend="openvino"), Arm(config(0.5), backend="openvino")]
     eager, openvino, onnx = (open_backend(name, workload, tmp_path) for name in ("eager", "openvino", "onnxruntime"))
     with closing(openvino), closing(onnx):
         for arm in arms:
-            expected = eager.output(Arm(arm.arm, config=arm.config))
+            expected = eager.output(replace(arm, backend="eager"))
             np.testing.assert_allclose(openvino.output(arm), expected, atol=1e-5 * np.abs(expected).max())
             assert openvino.seconds(arm) > 0 and openvino.peak_memory(arm) is None
             with patch.object(backends, "save", side_effect=AssertionError("exported")):

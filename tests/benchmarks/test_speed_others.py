@@ -12,9 +12,10 @@ import numpy as np
 import paddle
 import pytest
 from conftest import Recorder, make_unet, run, traces
+from lab.arm import Arm
 from lab.free_merge import attach_free_merge
 from lab.speed.architectures import ARCHITECTURES
-from lab.speed.cases import Arm, make_case, make_configs, read_cases
+from lab.speed.cases import Measurement, make_case, make_configs, read_cases
 from lab.speed.catalog import make_arms
 from lab.speed.parity import check_parity, reference_of
 from lab.speed.workloads import Workload
@@ -39,21 +40,20 @@ def test_arms_have_their_own_configs():
     mergings += [{"window": 4}, {"window": 8}]
     names, configs = ["plain", "tome", "built-in", "limit"], make_configs([0.5], mergings)
     arms = make_arms(tiny(), names, ["eager"], configs)
-    assert [(arm.name, arm.kept) for arm in arms if arm.arm == "limit"] == [  # one for each number of tokens
-        ("limit 0.5, tomesd, eager", 128),
-        ("limit 0.75, todo, eager", 64),
-        ("limit 0.5, default, eager", 204),
+    assert [(one.name, one.kept) for one in arms if one.arm.by == "limit"] == [  # one for each number of tokens
+        ("tomesd 0.5 (limit), eager", 128),
+        ("todo 0.75 (limit), eager", 64),
+        ("default 0.5 (limit), eager", 204),
     ]
-    assert [arm.name for arm in arms if arm.arm == "built-in"] == [
-        "built-in 0.5, tomesd, eager"
-    ]  # it does not allow 0.75
+    built_in = [measured.name for measured in arms if measured.arm.by == "built-in"]
+    assert built_in == ["tomesd 0.5 (built-in), eager"]  # it does not allow 0.75
     configs = make_configs([0.75], [{"method": method} for method in ("tomesd", "symmetric", "kv", "todo")])
     case = make_case("tiny", size=72)  # 9×9 tokens: pairs may remove 60, todo removes all but 16
     arms = make_arms(case, ["limit"], ["eager"], configs)
     assert [(arm.name, arm.kept) for arm in arms] == [
-        ("limit 0.75, tomesd, eager", 21),
-        ("limit 0.75, kv, eager", 21),
-        ("limit 0.75, todo, eager", 16),
+        ("tomesd 0.75 (limit), eager", 21),
+        ("kv 0.75 (limit), eager", 21),
+        ("todo 0.75 (limit), eager", 16),
     ]
 
 
@@ -61,16 +61,16 @@ def test_arms_compute_what_they_should_and_leave_no_trace(tmp_path):
     workload = Workload(tiny())
     eager = open_backend("eager", workload, tmp_path)
     before, plain = traces(workload.denoiser), workload.run().numpy()
-    out = {name: eager.output(Arm(name, config=config(0.5))) for name in ("tome", "built-in", "limit")}
-    np.testing.assert_allclose(out["built-in"], out["tome"], atol=1e-5)
-    assert np.abs(out["limit"] - out["tome"]).max() > 1e-3 and np.abs(out["limit"] - plain).max() > 1e-3
+    out = {by: eager.output(Arm(config(0.5), by)) for by in ("ours", "built-in", "limit")}
+    np.testing.assert_allclose(out["built-in"], out["ours"], atol=1e-5)
+    assert np.abs(out["limit"] - out["ours"]).max() > 1e-3 and np.abs(out["limit"] - plain).max() > 1e-3
     assert [type(part) for part in traces(workload.denoiser)] == [type(part) for part in before]
     np.testing.assert_array_equal(workload.run().numpy(), plain)
-    assert eager.peak_memory(Arm("tome", config=config(0.5))) > 0
-    built_in = Arm("built-in", config=config(0.5))
+    assert eager.peak_memory(Arm(config(0.5))) > 0
+    built_in = Measurement(Arm(config(0.5), "built-in"))
     check_parity([built_in], workload.set_inputs, eager.output)
     assert built_in.parity["against"] == "tomesd 0.5, eager" and built_in.parity["difference"] < 1e-5
-    assert reference_of(Arm("limit", "predictor", config(0.5))) == Arm("limit", config=config(0.5))
+    assert reference_of(Arm(config(0.5), "limit", backend="predictor")) == Arm(config(0.5), "limit")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_command_measures_the_arms_in_its_worker(tmp_path):
     assert result["command"] == f"python benchmarks/bench.py {' '.join(options)}"
 
 
-@pytest.mark.parametrize(("name", "channels", "heads"), [("sd15", 320, 8), ("sd21", 320, 5), ("sdxl", 640, 10)])
+@pytest.mark.parametrize(("name", "channels", "heads"), [("sd15", 320, 8), ("sdxl", 640, 10)])
 def test_transformer_is_the_first_of_the_unet_with_one_block(name, channels, heads):
     architecture = ARCHITECTURES[name]
     with paddle.LazyGuard():
@@ -206,7 +206,7 @@ def test_pytorch_computes_what_eager_does(tmp_path):
     inputs = {name: value.numpy() for name, value in workload.inputs.items()}
     with TorchProcess(TORCH_PYTHON, tmp_path, workload.denoiser, threads=1) as process:
         process.set_inputs(inputs)
-        for kind, ratio in (("plain", 0.0), ("tome", 0.5), ("plain", 0.0)):
-            expected = eager.output(Arm(kind, config=config(ratio)))
+        for ratio in (0.0, 0.5, 0.0):
+            expected = eager.output(Arm(config(ratio)))
             merging = {"ratio": ratio, "use_rand": False} if ratio else None
             assert np.abs(process.output(merging) - expected).max() / np.abs(expected).max() <= 1e-5

@@ -4,26 +4,38 @@ import re
 
 import numpy as np
 import pytest
-from lab.speed.cases import Arm
+from lab.arm import Arm
+from lab.speed.cases import Measurement
 from lab.speed.parity import TRIES, check_parity, reference_of, tolerance
 from speed_results import config
 
 MERGED = np.array([1.0, -1.0])
-OUTPUTS = {"plain, eager": np.array([1.0, -2.0]), "tomesd 0.5, windows of 8, eager": np.array([0.5, 2.0])}
+OUTPUTS = {"plain, eager": np.array([1.0, -2.0]), "tomesd 0.5, window=8, eager": np.array([0.5, 2.0])}
 
 
-def arm(name, backend="eager", level=None):
-    return Arm(name, backend, None if name in ("plain", "memory-efficient") else config(0.5, max_downsample=level))
+KINDS = {  # whether tokens merge, and attention
+    "plain": (False, "plain"),
+    "memory_efficient": (False, "slicing"),
+    "tome": (True, "plain"),
+    "both": (True, "slicing"),
+}
+
+
+def arm(kind, backend="eager", level=None):
+    merges, attention = KINDS[kind]
+    merging = config(0.5, max_downsample=level) if merges else None
+    return Measurement(Arm(merging, attention=attention, backend=backend))
 
 
 def outputs(computed=None, **changes):
-    """Computes arms: what is added to the output, by the first word of the arm and its backend."""
+    """Computes arms: what is added to the output, by the kind of the arm and its backend."""
 
     def output(arm):
         if computed is not None:
-            computed.append(arm.name)
-        added = changes.get(f"{arm.arm}_{arm.backend}".replace("-", "_"), 0.0)
-        return None if added is None else OUTPUTS.get(arm.name, MERGED) + added
+            computed.append(arm.pass_name)
+        (kind,) = [kind for kind, known in KINDS.items() if known == (arm.config is not None, arm.attention)]
+        added = changes.get(f"{kind}_{arm.backend}", 0.0)
+        return None if added is None else OUTPUTS.get(arm.pass_name, MERGED) + added
 
     return output
 
@@ -36,7 +48,7 @@ def check(arms, output):
 
 def test_arms_that_agree_do_so_on_the_first_inputs_and_run_once():
     computed = []
-    arms = [arm("plain"), arm("tome"), arm("both"), arm("tome", "predictor"), arm("memory-efficient")]
+    arms = [arm("plain"), arm("tome"), arm("both"), arm("tome", "predictor"), arm("memory_efficient")]
     reasons, seeds = check(arms, outputs(computed, memory_efficient_eager=np.array([0.0, -1.0])))
     assert seeds == [0] and not reasons
     assert sorted(computed) == sorted({*computed})
@@ -81,16 +93,19 @@ def test_arms_without_output_are_left_out():
 
 
 def test_references():
-    assert reference_of(arm("plain")) is None and reference_of(arm("tome")) is None
-    assert reference_of(arm("memory-efficient")) == arm("plain")
-    assert reference_of(arm("both")) == reference_of(arm("tome", "predictor")) == arm("tome")
-    assert reference_of(arm("tome", "predictor", 2)) == arm("tome", level=2)
+    def of(*arguments):
+        return reference_of(arm(*arguments).arm)
+
+    assert of("plain") is None and of("tome") is None
+    assert of("memory_efficient") == arm("plain").arm
+    assert of("both") == of("tome", "predictor") == arm("tome").arm
+    assert of("tome", "predictor", 2) == arm("tome", level=2).arm
 
 
 def test_bf16_is_compared_where_nothing_merges():
-    bf16, sliced, eager = arm("plain", backend="openvino-bf16"), arm("memory-efficient"), arm("tome")
-    assert tolerance(bf16) > tolerance(sliced) > tolerance(eager)
-    assert tolerance(arm("tome", backend="openvino-bf16")) is None
+    bf16, sliced, eager = arm("plain", backend="openvino-bf16"), arm("memory_efficient"), arm("tome")
+    assert tolerance(bf16.arm) > tolerance(sliced.arm) > tolerance(eager.arm)
+    assert tolerance(arm("tome", backend="openvino-bf16").arm) is None
 
 
 @pytest.mark.parametrize(

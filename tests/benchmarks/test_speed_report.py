@@ -1,5 +1,7 @@
 """The report on speed, checked against figures worked out by hand."""
 
+import copy
+
 import pytest
 from lab.speed.speed_report import write_report
 from speed_results import PLAIN, arm, case, result, times, write
@@ -10,13 +12,13 @@ from ppdiffusers_tome.errors import ToMeConfigError
 def full_case(**fields):
     """Arms of two backends, and two ratios."""
     arms = [
-        arm("plain", PLAIN, memory=8),
-        arm("memory-efficient", times(1.25), memory=4),
-        arm("tome", times(0.8), ratio=0.5, memory=6),
-        arm("tome", times(0.5), ratio=0.75, memory=5),
-        arm("both", times(1.0), ratio=0.5, memory=3.2),
-        arm("plain", times(0.25), backend="predictor"),
-        arm("tome", times(0.2), ratio=0.5, backend="predictor"),
+        arm(PLAIN, memory=8),
+        arm(times(1.25), attention="slicing", memory=4),
+        arm(times(0.8), 0.5, memory=6),
+        arm(times(0.5), 0.75, memory=5),
+        arm(times(1.0), 0.5, attention="slicing", memory=3.2),
+        arm(times(0.25), backend="predictor"),
+        arm(times(0.2), 0.5, backend="predictor"),
     ]
     return case(arms, **fields)
 
@@ -39,10 +41,10 @@ def cells(page):
 
 
 def test_repetitions_show_the_noise(report):
-    one, again = ([arm("plain", PLAIN), arm("tome", times(share), ratio=0.5)] for share in (0.5, 0.55))
+    one, again = ([arm(PLAIN), arm(times(share), 0.5)] for share in (0.5, 0.55))
     page = report(result([case(one)]), result([case(again)]))
     assert "+10.0 %" in page
-    slower = report(result([case([*one, arm("both", times(1.5), ratio=0.5)])]))
+    slower = report(result([case([*one, arm(times(1.5), 0.5, attention="slicing")])]))
     assert "+10.0 %" not in slower and "1.50 times" in slower and "1.50 times" not in page
 
 
@@ -53,13 +55,33 @@ def test_table_has_each_arm_in_each_backend(report):
     assert plain == ["1", "sd15, one UNet pass, 512 px, batch 2", "plain", "20.0 s, 8.00 GB", "5.00 s"]
     assert efficient[2:] == ["memory-efficient", "25.0 s, **0.80×** [0.80–0.80], 4.00 GB", "–"]
     assert half[2:] == ["tomesd 0.5", "16.0 s, 1.25× [1.25–1.25], 6.00 GB", "4.00 s, 1.25× [1.25–1.25]"]
-    assert (most[2], both[2]) == ("tomesd 0.75", "tomesd + memory-efficient 0.5")
+    assert both[3] == "20.0 s, no difference [1.00–1.00], 3.20 GB"
+    assert (most[2], both[2]) == ("tomesd 0.75", "tomesd 0.5 + memory-efficient")
     assert again[:3] == ["2", "sd15, one UNet pass, 768 px, batch 2", "plain"] and len(rows) == 10
 
 
+def test_the_gain_is_the_quotient_of_the_medians_and_the_quartiles_are_those_within_rounds(report):
+    """The median of the ratios within the rounds is 2."""
+    page = report(result([case([arm([2.0, 9.0, 4.0]), arm([1.0, 3.0, 2.5], 0.5)])]))
+    assert cells(page)[2][3] == "2.50 s, 1.60× [1.80–2.50]"
+
+
+def test_a_result_of_the_format_before_is_read(report):
+    """In it an arm was of a kind, and its settings stood beside what it cost."""
+    now = full_case()
+    before = copy.deepcopy(now)
+    kinds = ["plain", "memory-efficient", "tome", "tome", "both", "plain", "tome"]
+    for measured, kind in zip(before["arms"], kinds, strict=True):
+        usual = {"backend": "eager", "config": None, "attention": "plain"}
+        measured |= {**usual, **measured["arm"], "arm": kind}
+    assert cells(report(result([before], format=3))) == cells(report(result([now])))
+    limit = {**before["arms"][2], "arm": "limit"}
+    assert cells(report(result([case([limit])], format=3)))[1][2] == "tomesd 0.5 (limit)"
+
+
 def test_arms_that_failed_have_their_reasons(report):
-    failed = [arm("plain", PLAIN), arm("memory-efficient", [], status="error")]
-    page = report(result([case([*failed, arm("tome", [], ratio=0.5, status="error", reason="too slow")])]))
+    failed = [arm(PLAIN), arm([], attention="slicing", status="error")]
+    page = report(result([case([*failed, arm([], 0.5, status="error", reason="too slow")])]))
     assert [row[3:] for row in cells(page)[1:]] == [["20.0 s"], ["error"], ["error"]]
     reasons = {"memory-efficient, eager": "the allocator failed", "tomesd 0.5, eager": "too slow"}
     for arm_name, reason in reasons.items():
@@ -95,13 +117,13 @@ def test_page_is_written_with_links_to_results(tmp_path):
         (result([], format=1), "has format 1"),
         ("{not json", "cannot be read"),
         ({"kind": "quality"}, r" \(kind 'quality'\): pass files that bench wrote"),
-        ({"kind": "speed", "format": 3}, r"not a complete speed result.*cases"),
-        (result([case([arm("plain", [1.0, 2.0, 3.0]), arm("tome", [1.0, 2.0], ratio=0.5)])]), r"seconds=\[1.0, 2.0\]"),
-        (result([case([arm("plain", [])])]), r"seconds=\[\]"),
+        ({"kind": "speed", "format": 4}, r"not a complete speed result.*cases"),
+        (result([case([arm([1.0, 2.0, 3.0]), arm([1.0, 2.0], 0.5)])]), r"seconds=\[1.0, 2.0\]"),
+        (result([case([arm([])])]), r"seconds=\[\]"),
         ({k: v for k, v in result([]).items() if k != "rounds"}, "KeyError.*rounds"),
-        (result([case([arm("plain", PLAIN, guess=1)])]), "is not a complete speed result"),
-        (result([case([arm("plain", PLAIN, status="error")])]), "is 'error'"),
-        (result([case([arm("plain", [1.0, 0.0, 2.0])])]), r"seconds=\[1.0, 0.0, 2.0\]"),
+        (result([case([arm(PLAIN, guess=1)])]), "is not a complete speed result"),
+        (result([case([arm(PLAIN, status="error")])]), "is 'error'"),
+        (result([case([arm([1.0, 0.0, 2.0])])]), r"seconds=\[1.0, 0.0, 2.0\]"),
         (result([]), "no arm was measured"),
     ],
 )

@@ -48,7 +48,7 @@ class Stub:
             index = len(case.with_status("planned")[0].seconds)
             for arm in case.with_status("planned"):
                 yield arm.name, f"round {index + 1}"
-                if self.end and index == 1 and arm.arm == "tome" and len(self.calls) == 1:
+                if self.end and index == 1 and arm.arm.config and len(self.calls) == 1:
                     raise self.end
             for arm in case.with_status("planned"):
                 arm.seconds.append(index + 0.5)
@@ -72,7 +72,7 @@ def stub(monkeypatch):
 def measure(tmp_path, **changes):
     values = {"cases": cases(), "timing": Timing(rounds=3), "output": tmp_path / "new" / "speed.json"}
     (case,) = measure_all(**{**values, "command": "bench", **changes})
-    return {arm.arm: arm for arm in case.arms}
+    return {"tome" if measured.arm.config else "plain": measured for measured in case.arms}
 
 
 def test_result_has_what_was_measured(tmp_path, stub):
@@ -80,7 +80,7 @@ def test_result_has_what_was_measured(tmp_path, stub):
     arms = measure(tmp_path)
     result = json.loads((tmp_path / "new" / "speed.json").read_text())
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["speed.json"]
-    assert (result["kind"], result["format"], result["rounds"], result["command"]) == ("speed", 3, 3, "bench")
+    assert (result["kind"], result["format"], result["rounds"], result["command"]) == ("speed", 4, 3, "bench")
     assert result["commit"] and result["environment"]["memory_gb"] > 0 and result["environment"]["threads"] == "1"
     (case,) = read_cases(result, "speed.json")
     assert case.arms == [*arms.values()] and (case.latent, case.tokens) == ([16, 16], 256)
@@ -178,16 +178,17 @@ def messages_of(case, rounds, tmp_path):
 
 def test_arm_that_fails_costs_no_other_arm(tmp_path, monkeypatch):
     """In the real worker: ToMe, the reference of both, has no memory; both fails later."""
-    compute, passes = EagerBackend.output, []
+    compute, passes, timed = EagerBackend.output, [], []
 
     def output(self, arm):
-        passes.append(arm.name)
-        if arm.arm == "tome":
+        passes.append(arm.pass_name)
+        if arm.config and arm.attention == "plain":
             raise MemoryError("(ResourceExhausted) Fail to alloc")
         return compute(self, arm)
 
     def seconds(self, arm):
-        if arm.arm == "both" and len(arm.seconds) == 1:
+        timed.append(arm)
+        if arm.attention == "slicing" and timed.count(arm) == 2:
             raise ValueError("no such luck")
         return 1.0
 

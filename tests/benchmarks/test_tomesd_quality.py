@@ -6,9 +6,11 @@ import evaluate
 import numpy as np
 import paddle
 import tomesd_quality
+from lab.arm import PYTORCH, Arm
 from lab.quality.image_generation import image_folder, read_images
-from lab.quality.image_sets import PLAIN_IMAGES, ImageSet
+from lab.quality.image_sets import PLAIN_IMAGES
 
+from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.comparison.results import read_json
 from ppdiffusers_tome.comparison.sheets import image_paths
 
@@ -40,10 +42,10 @@ def test_tomesd_replaces_the_unet_alone(model, tmp_path, monkeypatch):
     result = read_json(tmp_path / "quality.json")
     assert result["torch"] == {"python": "a python"}
     ours, tomesd = result["settings"]
-    assert (ours["name"], tomesd["name"], tomesd["framework"]) == ("0.25", "0.5-tomesd", "PyTorch")
+    assert (ours["name"], tomesd["name"], tomesd["arm"]["by"]) == ("default 0.25", "tomesd 0.5 (PyTorch)", PYTORCH)
     # The plain images are made in ONNX Runtime, so a value may round to its neighbour; None: not even one does.
     assert all(psnr is None or psnr > 80 for psnr in tomesd["pairs"]["psnr"]), "equal to the plain images"
     assert set(tomesd["kid"]) == set(ours["kid"]) and tomesd["kid"] != ours["kid"]
-    folders = (image_folder(PLAIN_IMAGES, tmp_path), image_folder(ImageSet("0.5-tomesd", "", None), tmp_path))
+    folders = (image_folder(arm, tmp_path) for arm in (PLAIN_IMAGES, Arm(ToMeConfig(0.5, "tomesd"), PYTORCH)))
     plain, images = (read_images(image_paths(folder), 32) for folder in folders)
     np.testing.assert_allclose(images, plain, rtol=0, atol=1)

@@ -18,7 +18,7 @@ from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import compare as compare_command
 from ppdiffusers_tome.commands.merge_options import all_configs, merge_configs
-from ppdiffusers_tome.comparison.arms import Arm, Figures, Scene, compare, make_table
+from ppdiffusers_tome.comparison.arms import ComparedArm, Figures, Scene, compare, make_table
 from ppdiffusers_tome.comparison.goal import KNOWN, Goal, known_settings, merges_at, parse_goal
 from ppdiffusers_tome.comparison.pipelines import CONTROLNET, class_to_compare
 from ppdiffusers_tome.comparison.results import check_result
@@ -79,8 +79,8 @@ def test_images_are_those_of_the_pipeline(pipe):
 
 
 def test_steps_take_turns_in_one_image(pipe, monkeypatch):
-    turns, switch_on = [], Arm.switch_on
-    monkeypatch.setattr(Arm, "switch_on", lambda arm, pipe: turns.append(arm.name) or switch_on(arm, pipe))
+    turns, switch_on = [], ComparedArm.switch_on
+    monkeypatch.setattr(ComparedArm, "switch_on", lambda arm, pipe: turns.append(arm.name) or switch_on(arm, pipe))
     arms = compare(pipe, SCENE, [HALF, QUARTER], rounds=3)
     timed, images = turns[:12], turns[12:]
     assert [sorted(timed[n : n + 3]) for n in range(0, 12, 3)] == 4 * [["default 0.25", "default 0.5", "plain"]]
@@ -292,13 +292,13 @@ def test_each_method_runs_at_the_ratios_that_it_allows(tmp_path):
 def test_command_saves_the_settings_that_reach_the_goal(model, tmp_path, capsys, monkeypatch):
     """The file is one that `apply_tome` and `export --config` read, and has how it was chosen."""
     gains = {"default 0.3": 1.2, "default 0.5": 1.5, "todo 0.75": 1.6}
-    measured, tried = Arm.figures, []
+    measured, tried = ComparedArm.figures, []
 
     def with_gain(arm, plain):
         tried.append(arm.name)
         return replace(measured(arm, plain), gain=gains.get(arm.name), psnr=50 - 10 * gains.get(arm.name, 0))
 
-    monkeypatch.setattr(Arm, "figures", with_gain)
+    monkeypatch.setattr(ComparedArm, "figures", with_gain)
     save = tmp_path / "new" / "tome.json"
     options = ["--model", str(model), "--size", "32", "--steps", "1", "--threads", "1", "--rounds", "1"]
     options += ["--method", "default", "todo", "--output", str(tmp_path / "outputs"), "--save", str(save)]
@@ -312,13 +312,13 @@ def test_command_saves_the_settings_that_reach_the_goal(model, tmp_path, capsys,
         1.5,
     )
     assert [row["arm"] for row in content["compared"]] == tried
-    assert tried == ["plain", "default 0.3", "default 0.5", "default 0.75", "default, 4×2 cells 0.8", "todo 0.75"]
+    assert tried == ["plain", "default 0.3", "default 0.5", "default 0.75", "default 0.8, sx=4", "todo 0.75"]
     assert main(["compare", *options, "--goal", "33dB"]) == 0
     assert ToMeConfig.load(save) == ToMeConfig(method="todo")
     save.unlink()
     assert main(["compare", *options, "--goal", "1.7x"]) == 1
     assert "the best is todo 0.75, 1.60× as fast as plain" in capsys.readouterr().out and not save.exists()
-    monkeypatch.setattr(Arm, "figures", lambda arm, plain: replace(measured(arm, plain), gain=None))
+    monkeypatch.setattr(ComparedArm, "figures", lambda arm, plain: replace(measured(arm, plain), gain=None))
     assert main(["compare", *options, "--goal", "30dB", "--ratio", "0.5"]) == 1
     assert "nothing is faster than plain here. Nothing is saved." in capsys.readouterr().out and not save.exists()
 
@@ -339,7 +339,7 @@ def test_exported_ratios_are_compared(runtime, onnx_folder, tmp_path, capsys):
     assert main(["compare", *options, "--output", str(tmp_path), "--goal", "0.1dB", "--save", str(save)]) in (0, 1)
     result = json.loads((tmp_path / "compare_40x32.json").read_text())
     exported = read_manifest(onnx_folder).merging["0.5"][0]
-    assert [row["arm"] for row in result["arms"]] == ["plain", "default, windows of 4 0.5"]
+    assert [row["arm"] for row in result["arms"]] == ["plain", "default 0.5, window=4"]
     assert result["arms"][1]["config"] == asdict(exported) and result["runtime"] == runtime
     assert result["arms"][1]["tokens"] is result["arms"][1]["peak_bytes"] is None
     assert result["arms"][1]["psnr"] < 60 and result["arms"][1]["ssim"] < 1

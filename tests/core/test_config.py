@@ -15,7 +15,7 @@ from ppdiffusers_tome.attach.placement import tokens_kept
 from ppdiffusers_tome.config import METHOD_OF_MERGE_ATTN, REPLACED, controlnet_config, upgraded
 from ppdiffusers_tome.methods import METHODS
 from ppdiffusers_tome.methods.method import Kept
-from ppdiffusers_tome.wording import method_in_words
+from ppdiffusers_tome.wording import merging_in_words, method_in_words
 
 DEFAULTS = {
     "ratio": 0.5,
@@ -249,7 +249,21 @@ def test_cells_take_remainders_with_them():
 def test_method_in_words(settings, words):
     config = ToMeConfig(**settings)
     assert method_in_words(config) == words
-    assert method_in_words(config, without=list(settings)) == words.partition(",")[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "default 0.5"),
+        ({"ratio": 0.8, "sx": 4}, "default 0.8, sx=4"),
+        ({"method": "todo", "use_rand": True}, "todo 0.75, use_rand=True"),
+        ({"method": "kv", "window": None, "seed": 1}, "kv 0.5, seed=1, window=None"),
+    ],
+)
+def test_merging_in_words(settings, words):
+    config = ToMeConfig(**settings)
+    assert merging_in_words(config) == words
+    assert merging_in_words(config, without=list(settings)) == words.partition(",")[0]
 
 
 def test_no_two_ways_to_merge_have_the_same_words():
@@ -264,7 +278,8 @@ def test_no_two_ways_to_merge_have_the_same_words():
     others |= {"merge_crossattn": True, "merge_mlp": True, "min_tokens": 64}
     configs = [ToMeConfig(**{name: value}) for name, value in others.items()]
     configs += [ToMeConfig(method=method) for method in METHODS]
-    assert len(set(map(method_in_words, configs))) == len(configs)
+    for in_words in (method_in_words, merging_in_words):
+        assert len(set(map(in_words, configs))) == len(configs)
 
 
 def test_numpy_numbers_are_converted():

@@ -17,9 +17,18 @@ from ppdiffusers_tome.comparison.similarity import psnr
 from ppdiffusers_tome.errors import ToMeConfigError
 from ppdiffusers_tome.files import write_file
 
+from ..arm import Arm
 from ..cache import digest, warn_of_damage
-from .image_generation import check_model, claim_folder, generate_images, image_folder, load_model, read_images
-from .image_sets import OTHER_SEEDS, PLAIN_IMAGES, Evaluation, ImageSet
+from .image_generation import (
+    RUNTIME,
+    check_model,
+    claim_folder,
+    generate_images,
+    image_folder,
+    load_model,
+    read_images,
+)
+from .image_sets import OTHER_SEEDS, PLAIN_IMAGES, Evaluation
 from .metrics import blur, kid, ssim
 from .networks import EFFICIENTNET, STLPIPS, efficientnet_features, st_lpips
 
@@ -33,13 +42,13 @@ Measured = dict[str, np.ndarray]  # "features" [N, 1280] of N images, and each o
 
 def evaluate(
     evaluation: Evaluation,
-    image_sets: Sequence[ImageSet],
+    arms: Sequence[Arm],
     output: Path,
     batch: int,
     real: Path | None,
     command: str,
 ) -> dict[str, Any]:
-    """Generate plain images and those of all image sets in a folder, which a repeated run continues; measure them.
+    """Generate plain images and those of all arms in a folder, which a repeated run continues; measure them.
 
     Args:
         batch: the largest number of images in one pipeline call.
@@ -62,15 +71,16 @@ def evaluate(
     for weights in (EFFICIENTNET, STLPIPS):
         weights.read()
     generated_by = claim_folder(evaluation, output)
-    generate_images(evaluation, [PLAIN_IMAGES, OTHER_SEEDS, *image_sets], output, batch)
+    generate_images(evaluation, [PLAIN_IMAGES, OTHER_SEEDS, *arms], output, batch)
     measurer = Measurer(output, evaluation.size)
     calibration, references = calibrate(measurer, real_images)
-    entries = [entry_of(measurer, image_set, references) for image_set in image_sets]
+    entries = [entry_of(measurer, arm, references) for arm in arms]
     return make_result(
         "quality",
         command,
         commit=generated_by,
         **{key: value for key, value in asdict(evaluation).items() if key != "prompts"},
+        backend=RUNTIME,
         scheduler=type(load_model(evaluation.model).scheduler).__name__,
         prompts=[{"prompt": text, "seed": seed} for text, seed in evaluation.prompts],
         weights={weights.package: weights.version for weights in (EFFICIENTNET, STLPIPS)},
@@ -87,9 +97,9 @@ class Measurer:
     output: Path
     size: int  # px; images of another size are resized
 
-    def compare(self, image_set: ImageSet, sigma: float = 0, count: int | None = None) -> Measured:
-        """The first images of a set, blurred by sigma px, each against the plain one of the same prompt and noise."""
-        images, plain = (image_paths(image_folder(one, self.output))[:count] for one in (image_set, PLAIN_IMAGES))
+    def compare(self, arm: Arm, sigma: float = 0, count: int | None = None) -> Measured:
+        """The first images of an arm, blurred by sigma px, each against the plain one of the same prompt and noise."""
+        images, plain = (image_paths(image_folder(one, self.output))[:count] for one in (arm, PLAIN_IMAGES))
         return self.measure(images, plain, sigma)
 
     def measure(self, images: Sequence[Path], references: Sequence[Path] = (), sigma: float = 0) -> Measured:
@@ -130,7 +140,7 @@ class Measurer:
 def calibrate(measurer: Measurer, real_images: Sequence[Path]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Measure known differences: other noise, a blur, and halves of the real images.
 
-    Returns the result's "calibration", and the features of each set that image sets are compared with.
+    Returns the result's "calibration", and the features of each set that arms are compared with.
     """
     plain, other = measurer.compare(PLAIN_IMAGES), measurer.compare(OTHER_SEEDS)
     blurred = measurer.compare(PLAIN_IMAGES, SIGMA)
@@ -148,11 +158,11 @@ def calibrate(measurer: Measurer, real_images: Sequence[Path]) -> tuple[dict[str
     return {name: {"pairs": pairs, "kid": kid(x, y)} for name, (pairs, x, y) in sets.items()}, references
 
 
-def entry_of(measurer: Measurer, image_set: ImageSet, references: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """The entry of an image set in the result: distances of its images from plain ones, and from each reference."""
-    measured = measurer.compare(image_set)
+def entry_of(measurer: Measurer, arm: Arm, references: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """The entry of an arm in the result: distances of its images from plain ones, and from each reference."""
+    measured = measurer.compare(arm)
     distances = {name: kid(measured["features"], features) for name, features in references.items()}
-    return {**asdict(image_set), "pairs": _pairs(measured), "kid": distances}
+    return {"name": arm.name, "arm": arm.to_json(), "pairs": _pairs(measured), "kid": distances}
 
 
 def _pairs(measured: Measured) -> dict[str, list[float | None]]:

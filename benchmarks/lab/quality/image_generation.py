@@ -1,4 +1,4 @@
-"""Generates all image sets of an evaluation from the same noise, in a folder that a repeated run continues."""
+"""Generates the images of all arms of an evaluation from the same noise, in a folder that a repeated run continues."""
 
 import json
 from collections import defaultdict
@@ -24,10 +24,11 @@ from ppdiffusers_tome.run.manifest import MANIFEST
 from ppdiffusers_tome.serving.engine import load_engine
 from ppdiffusers_tome.serving.offline import ImageBackend, generate, generate_here
 
+from ..arm import Arm
 from ..cache import digest, model_files, sources, warn_of_damage
-from ..speed.cases import PROGRAM_FORMATS, PROGRAMS
-from .image_sets import Evaluation, ImageSet
+from .image_sets import Evaluation
 
+RUNTIME = "onnxruntime"  # which computes all images
 RECORD = "evaluation.json"  # in a folder of images: the evaluation that they belong to
 
 
@@ -72,32 +73,31 @@ def claim_folder(evaluation: Evaluation, output: Path) -> str:
     return str(recorded["commit"])
 
 
-def generate_images(evaluation: Evaluation, image_sets: Sequence[ImageSet], output: Path, batch: int) -> None:
+def generate_images(evaluation: Evaluation, arms: Sequence[Arm], output: Path, batch: int) -> None:
     """Generate the images that the folder lacks. Raises ToMeError if images failed; the others are stored."""
-    programs = export_programs(evaluation, image_sets, output)
-    for image_set in tqdm(image_sets, desc="image sets", unit="set", disable=None):
-        runtime = PROGRAMS[evaluation.backend]
-        load = partial(load_engine, programs[image_set], threads=evaluation.threads, **runtime)
-        generate_image_set(evaluation, image_set, output, generate_here(load), batch)
+    programs = export_programs(evaluation, arms, output)
+    for arm in tqdm(arms, desc="arms", unit="arm", disable=None):
+        load = partial(load_engine, programs[arm], threads=evaluation.threads, runtime=RUNTIME)
+        generate_arm(evaluation, arm, output, generate_here(load), batch)
 
 
-def export_programs(evaluation: Evaluation, image_sets: Sequence[ImageSet], output: Path) -> dict[ImageSet, Path]:
-    """The exported folder for each image set; image sets that differ only in the ratio share one."""
-    groups: dict[ToMeConfig, list[ImageSet]] = defaultdict(list)
-    for image_set in image_sets:
-        groups[replace(image_set.config, ratio=0)].append(image_set)
-    programs: dict[ImageSet, Path] = {}
+def export_programs(evaluation: Evaluation, arms: Sequence[Arm], output: Path) -> dict[Arm, Path]:
+    """The exported folder for each arm; arms that differ only in the ratio share one."""
+    groups: dict[ToMeConfig, list[Arm]] = defaultdict(list)
+    for arm in arms:
+        groups[replace(arm.config or ToMeConfig(), ratio=0)].append(arm)
+    programs: dict[Arm, Path] = {}
     for config, members in groups.items():
         name = config.describe().partition(", ")[2].replace(", ", "_") or "defaults"
         folder = output.resolve() / "programs" / name
-        ratios = tuple(dict.fromkeys(image_set.config.ratio for image_set in members))
+        ratios = tuple(dict.fromkeys(arm.ratio for arm in members))
         if not set(ratios) <= _exported_ratios(folder):
             write_export(
                 load_model(evaluation.model),
                 folder,
                 [replace(config, ratio=ratio) for ratio in ratios],
                 [Size(evaluation.size, evaluation.size)],
-                format=PROGRAM_FORMATS[evaluation.backend],
+                format="onnx",
                 overwrite=True,
             )
         programs |= dict.fromkeys(members, folder)
@@ -115,28 +115,25 @@ def _exported_ratios(folder: Path) -> set[float]:
         return set()
 
 
-def generate_image_set(
-    evaluation: Evaluation, image_set: ImageSet, output: Path, backend: ImageBackend, batch: int
-) -> None:
-    """Generate the images that the folder of an image set lacks.
+def generate_arm(evaluation: Evaluation, arm: Arm, output: Path, backend: ImageBackend, batch: int) -> None:
+    """Generate the images that the folder of an arm lacks.
 
     Raises:
         ToMeError: images failed; the others are stored.
     """
     # Threads and the size of a batch change rounding alone.
-    inputs = [evaluation.backend, image_set.framework, image_set.config.describe()]
-    identity = digest([sources(), evaluation.model, *inputs])
-    summary = generate(evaluation.jobs(image_set), identity, image_folder(image_set, output), batch, backend)
+    identity = digest([sources(), evaluation.model, arm.to_json()])
+    summary = generate(evaluation.jobs(arm), identity, image_folder(arm, output), batch, backend)
     if summary.failures:
         prompt, reason = summary.failures[0]
         raise ToMeError(
-            f"{len(summary.failures)} images of {image_set.name} failed, the first of {prompt.job.prompt!r}: {reason}"
+            f"{len(summary.failures)} images of {arm.name} failed, the first of {prompt.job.prompt!r}: {reason}"
         )
 
 
-def image_folder(image_set: ImageSet, output: Path) -> Path:
-    """Where the images of an image set are; their names sort in the order of the prompts."""
-    return output / "images" / image_set.name
+def image_folder(arm: Arm, output: Path) -> Path:
+    """Where the images of an arm are; their names sort in the order of the prompts."""
+    return output / "images" / arm.name
 
 
 def read_images(paths: Sequence[Path], size: int) -> np.ndarray:

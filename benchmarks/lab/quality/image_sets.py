@@ -1,4 +1,4 @@
-"""What an evaluation generates: its image sets, its prompts, and the jobs that follow from both."""
+"""What an evaluation generates: its arms, its prompts, and the jobs that follow from both."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,36 +14,27 @@ from ppdiffusers_tome.errors import ToMeConfigError
 from ppdiffusers_tome.serving.jobs import MAX_SEED, Job, seed_after
 from ppdiffusers_tome.serving.prompt_file import Prompt, model_prompts, read_texts
 
+from ..arm import Arm
+
 RATIOS = (0.1, 0.25, 0.5, 0.75)
 PHOTOGRAPHS = ("astronaut", "brick", "chelsea", "coffee", "grass", "gravel", "motorcycle_left", "rocket")
 MIN_SIZE = 21  # px: ST-LPIPS reflects borders, and in smaller images the third is wider than the feature map
 
 
-@dataclass(frozen=True)
-class ImageSet:
-    """One way to generate the images of all prompts."""
-
-    name: str  # unique; also the name of the images' folder
-    group: str  # its section in the report: "ratio", "method" or "tomesd"
-    config: ToMeConfig  # how tokens merge; with ratio 0 they do not
-    framework: str = "Paddle"  # or "PyTorch", of benchmarks/tomesd_quality.py
-
-
-PLAIN_IMAGES = ImageSet("plain", "plain", ToMeConfig(ratio=0))
+PLAIN_IMAGES = Arm()
 # Plain images of the same prompts from other noise: how far apart two samples of one model are.
-OTHER_SEEDS = ImageSet("other-seeds", "plain", ToMeConfig(ratio=0))
+OTHER_SEEDS = Arm(other_seed=True)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is generated, apart from the image sets. Raises ToMeConfigError if a number is out of range."""
+    """What is generated, apart from the arms. Raises ToMeConfigError if a number is out of range."""
 
     model: str  # folder of a ppdiffusers pipeline, or hub name
-    prompts: tuple[tuple[str, int], ...]  # (text, seed) of each image of an image set, at least two
+    prompts: tuple[tuple[str, int], ...]  # (text, seed) of each image of an arm, at least two
     size: int  # px, height and width
     steps: int
     guidance_scale: float
-    backend: str  # one of PROGRAMS
     threads: int
     strength: float | None = None  # for image-to-image from PHOTOGRAPHS in turn; None: from noise
 
@@ -59,10 +50,11 @@ class Evaluation:
                 f"{self.steps} steps."
             )
 
-    def jobs(self, image_set: ImageSet) -> list[Prompt]:
-        """The images of an image set."""
-        job = Job("", self.size, self.size, image_set.config.ratio, 0, "", self.steps, self.guidance_scale)
-        offset = 2**31 if image_set == OTHER_SEEDS else 0
+    def jobs(self, arm: Arm) -> list[Prompt]:
+        """The images of an arm. `strength` of its steps run, so an arm with steps of its own has more."""
+        steps = self.steps if arm.steps is None else round(arm.steps / (self.strength or 1))
+        job = Job("", self.size, self.size, arm.ratio, 0, "", steps, self.guidance_scale)
+        offset = 2**31 if arm.other_seed else 0
         prompts = []
         for n, (text, seed) in enumerate(self.prompts):
             name = "" if self.strength is None else PHOTOGRAPHS[n % len(PHOTOGRAPHS)]
@@ -81,8 +73,8 @@ def photograph(name: str, size: int) -> Image.Image:
     return ImageOps.fit(Image.open(path).convert("RGB"), (size, size), Image.Resampling.LANCZOS)
 
 
-def list_image_sets(ratios: Sequence[float], methods: Sequence[Mapping[str, Any]] = ()) -> list[ImageSet]:
-    """The image sets of an evaluation: the defaults at each ratio, then the methods.
+def list_arms(ratios: Sequence[float], methods: Sequence[Mapping[str, Any]] = ()) -> list[Arm]:
+    """The arms of an evaluation: the defaults at each ratio, then the methods.
 
     Args:
         ratios: numbers above 0.
@@ -95,24 +87,20 @@ def list_image_sets(ratios: Sequence[float], methods: Sequence[Mapping[str, Any]
     if repeated := [ratio for ratio in ratios if list(ratios).count(ratio) > 1]:
         raise ToMeConfigError(f"ratio {repeated[0]:g} is repeated: list each ratio once.")
 
-    def image_set(at: float, suffix: str, group: str, **options: Any) -> ImageSet:
+    def config_at(at: float, **options: Any) -> ToMeConfig:
         config = ToMeConfig(**{**options, "ratio": at})
         if config.ratio == 0:
             raise ToMeConfigError(f"ratio={at!r} is not allowed: it must be above 0, plain is always generated.")
-        return ImageSet(f"{at:g}{suffix}", group, config)
+        return config
 
-    by_ratio = [image_set(ratio, "", "ratio") for ratio in ratios]
-    of_method: dict[ToMeConfig, ImageSet] = {}
+    configs, of_methods = [config_at(ratio) for ratio in ratios], list[ToMeConfig]()
     for method in methods:
-        differing = "_".join(f"{name}={value}" for name, value in method.items() if name != "ratio")
-        suffix = f"-{differing}" if differing else ""
         for ratio in [method["ratio"]] if "ratio" in method else ratios:
-            other = image_set(ratio, suffix, "method", **method)
-            if other.config in of_method:
-                raise ToMeConfigError(f"{other.config.describe()} is repeated: list each way to merge once.")
-            of_method[other.config] = other
-    defaults = {one.config for one in by_ratio}
-    return by_ratio + [other for config, other in of_method.items() if config not in defaults]
+            config = config_at(ratio, **method)
+            if config in of_methods:
+                raise ToMeConfigError(f"{config.describe()} is repeated: list each way to merge once.")
+            of_methods.append(config)
+    return [Arm(config) for config in dict.fromkeys([*configs, *of_methods])]
 
 
 def prompts_of(model: str, file: Path | None = None) -> list[str]:

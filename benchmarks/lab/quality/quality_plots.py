@@ -23,7 +23,7 @@ def plot_against_ratio(frame: pd.DataFrame, columns: Sequence[str], title: str) 
     lines = frame[frame["group"].isin(AGAINST_RATIO)].sort_values("ratio", kind="stable")
     known = frame[frame["group"] == "calibration"]
     for axes, column in zip(panels, columns, strict=True):
-        plot_lines(axes, lines, "ratio", column, by="label")
+        plot_lines(axes, lines, "ratio", column, by="method")
         levels = known[column].dropna().items()
         for (name, level), style in zip(levels, ("--", ":", "-."), strict=False):
             axes.axhline(level, color="black", lw=0.9, ls=style, label=name)

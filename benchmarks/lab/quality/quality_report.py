@@ -11,19 +11,19 @@ import pandas as pd
 from ppdiffusers_tome.comparison.clock import quartiles
 from ppdiffusers_tome.comparison.results import check_result
 from ppdiffusers_tome.comparison.sheets import GAIN
-from ppdiffusers_tome.config import ToMeConfig, upgraded
-from ppdiffusers_tome.wording import method_in_words
+from ppdiffusers_tome.config import ToMeConfig
 
+from ..arm import PYTORCH, Arm
 from ..markdown import TEMPLATES, write_page
 from ..plotting import save_figure
 from .quality_plots import plot_against_ratio
 from .sheets import evenly_spaced, write_sheet
 
+FORMAT_BEFORE = 3  # of results whose settings had a group and a framework in place of an arm
 OTHER_SEEDS = "plain, other seeds"  # a calibration that every result has
 KID = {"to plain, other seeds": "kid_others", "to real": "kid_real"}  # reference → column of the frame
 TABLE = {  # column of the frame → title and form of the table's
     "label": ("setting", "{label}"),
-    "ratio": ("ratio", "{ratio:g}"),
     "psnr": ("PSNR, dB", "{psnr:.1f} ({psnr_low:.1f}–{psnr_high:.1f})"),
     "ssim": ("SSIM", "{ssim:.3f} ({ssim_low:.3f}–{ssim_high:.3f})"),
     "perceptual": ("perceptual distance", "{perceptual:.4f} ({perceptual_low:.4f}–{perceptual_high:.4f})"),
@@ -43,7 +43,7 @@ def write_quality_page(result: dict[str, Any], output: Path, result_file: Path, 
     Raises:
         ToMeConfigError: result is no quality result, or an image is missing; nothing is written then.
     """
-    check_result(result, "quality", result_file)
+    check_result(result, "quality", result_file, earlier=[FORMAT_BEFORE])
     frame = read_frame(result)
     sheets = [] if images is None else _write_sheets(result, frame, images, output)  # first, because it can fail
     differs = differs_by_kid(frame)
@@ -63,23 +63,38 @@ def write_quality_page(result: dict[str, Any], output: Path, result_file: Path, 
 def read_frame(result: dict[str, Any]) -> pd.DataFrame:
     """One row for each setting, and one of group "calibration" for each known difference; by name.
 
-    Columns are "group", "label", "config", "method", "ratio", "framework", and each measure with its ends as
+    Columns are "group", "label", "method", "ratio", and each measure with its ends as
     `_low` and `_high`. PSNR (infinite for equal images), SSIM and the perceptual distance are medians over the images
     between their quartiles; KID is multiplied by 1000, has its standard deviation as `_std`, and ends that far away.
     What was not measured is NaN, or no column.
     """
     rows: dict[str, dict[str, Any]] = {}
     for setting in result["settings"]:
-        config = ToMeConfig(**upgraded(setting["config"]))
-        about = {name: setting[name] for name in ("group", "framework")}
-        about |= {"config": config, "method": method_in_words(config), "ratio": config.ratio}
-        about |= {"label": _label(setting["group"], config)}
+        arm = arm_of(setting)
+        group = setting.get("group") or _group_of(arm)  # results of FORMAT_BEFORE have it
+        method = arm.merging.replace(f" {arm.ratio:.15g}", "", 1)
+        about = {"group": group, "label": arm.merging, "method": method, "ratio": arm.ratio}
         rows[setting["name"]] = about | _measures(setting["pairs"], setting["kid"])
     for name, known in result["calibration"].items():
         reference = "to real" if "real" in name else "to plain, other seeds"
         about = {"group": "calibration", "label": name}
         rows[name] = about | _measures(known["pairs"] or {}, {reference: known["kid"]})
     return pd.DataFrame(list(rows.values()), index=list(rows))
+
+
+def arm_of(setting: dict[str, Any]) -> Arm:
+    """The arm of a result's setting."""
+    if "arm" in setting:
+        return Arm.from_json(setting["arm"])
+    if setting["framework"] == PYTORCH:  # the config was that of the default
+        return Arm(ToMeConfig(setting["config"]["ratio"], "tomesd"), PYTORCH)
+    return Arm.from_json({"config": setting["config"]})
+
+
+def _group_of(arm: Arm) -> str:
+    """The section of the page that an arm belongs to."""
+    is_default = arm == Arm(ToMeConfig(ratio=arm.ratio))
+    return "tomesd" if arm.by == PYTORCH else "ratio" if is_default else "method"
 
 
 def differs_by_kid(frame: pd.DataFrame) -> pd.Series:
@@ -98,11 +113,6 @@ def _measures(pairs: dict[str, list[float | None]], kid: dict[str, dict[str, flo
         name, mean, std = KID[reference], 1000 * value["mean"], 1000 * value["std"]
         columns |= {name: mean, f"{name}_low": mean - std, f"{name}_high": mean + std, f"{name}_std": std}
     return columns
-
-
-def _label(group: str, config: ToMeConfig) -> str:
-    """How a setting differs from the others of its ratio."""
-    return {"ratio": "random dst", "tomesd": "tomesd on PyTorch"}.get(group) or method_in_words(config)
 
 
 def default_setting(frame: pd.DataFrame) -> str:

@@ -24,8 +24,9 @@ from ppdiffusers_tome.inference import ProgramFile, Size, choose_runtime
 from ppdiffusers_tome.run.folder import ONNX_WEIGHTS, ExportedFolder
 from ppdiffusers_tome.run.onnx_weights import SharedWeights
 
+from ..arm import Arm
 from ..cache import Cache, program_key
-from .cases import PLANNED, PROGRAMS, Arm
+from .cases import PLANNED, PROGRAMS
 from .memory import available_bytes, current_bytes, peak_bytes
 from .others import ATTACHERS
 from .workloads import Workload
@@ -38,7 +39,7 @@ class Backend(ABC):
     """Computes the arms of a workload. What `prepared` does is not timed.
 
     Args:
-        name: in `catalog.BACKENDS`.
+        name: of `cases.BACKENDS`.
         threads: of programs; those of eager Paddle are the process's.
         programs: the folder in which exported programs are cached; it may not exist yet.
     """
@@ -76,8 +77,8 @@ class Backend(ABC):
         """Change a denoiser as the arm does; nothing changes for an arm that does not merge."""
         if arm.config is None:
             return
-        if arm.arm in ATTACHERS:
-            ATTACHERS[arm.arm](denoiser, arm.config, self.workload.latent)
+        if arm.by in ATTACHERS:
+            ATTACHERS[arm.by](denoiser, arm.config, self.workload.latent)
         else:
             attach(denoiser, arm.config, None)
 
@@ -119,32 +120,32 @@ class ProgramBackend(Backend):
         super().__init__(name, workload, threads, programs)
         self._runtime = choose_runtime(threads=threads, **PROGRAMS[name])
         self._converter = Converter() if self._runtime.format == "onnx" else None
-        planned = sum(arm.backend in PROGRAMS for arm in workload.case.with_status(PLANNED))
+        planned = sum(one.arm.backend in PROGRAMS for one in workload.case.with_status(PLANNED))
         self._stays_loaded = planned * workload.weights * MEMORY_SHARE <= available_bytes()
-        self._loaded: dict[str, Run] = {}
-        self._peaks: dict[str, int | None] = {}
+        self._loaded: dict[Arm, Run] = {}
+        self._peaks: dict[Arm, int | None] = {}
         self._cache = Cache(programs)
 
     @contextmanager
     def prepared(self, arm: Arm) -> Iterator[Run]:
-        run = self._loaded.get(arm.name)
+        run = self._loaded.get(arm)
         if run is None:
             file = self._export(arm)
             before = current_bytes()
             program = self._runtime.load(ExportedFolder(self.programs), file)
             run = loaded = lambda: program(**self.workload.inputs)[0]
             peak = peak_bytes(loaded)  # the first pass of a program prepares its kernels
-            self._peaks[arm.name] = None if peak is None else peak - before  # the weights are the program's own
+            self._peaks[arm] = None if peak is None else peak - before  # the weights are the program's own
         if self._stays_loaded:
-            self._loaded[arm.name] = run
+            self._loaded[arm] = run
         yield run
 
     def peak_memory(self, arm: Arm) -> int | None:
         self.output(arm)
-        return self._peaks[arm.name] if self._runtime.format == "paddle" else None  # Paddle counts its own only
+        return self._peaks[arm] if self._runtime.format == "paddle" else None  # Paddle counts its own only
 
     def release(self, arm: Arm) -> None:
-        self._loaded.pop(arm.name, None)
+        self._loaded.pop(arm, None)
 
     def close(self) -> None:
         if self._converter:
@@ -153,7 +154,7 @@ class ProgramBackend(Backend):
     def _export(self, arm: Arm) -> ProgramFile:
         """The program of an arm, which is traced unless it is cached."""
         workload, size = self.workload, self.workload.case.size
-        key = program_key(size, arm.arm, arm.config, self._runtime.format)
+        key = program_key(size, arm.by, arm.config, self._runtime.format)
         file = self._cache.load_program(key)
         if file is None:
             shutil.rmtree(self.programs / key, ignore_errors=True)  # of a process that ended while it wrote

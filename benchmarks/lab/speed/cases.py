@@ -4,7 +4,7 @@ The same objects are planned, sent to the worker, stored in the result file and 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -12,16 +12,15 @@ from typing import Any
 
 from ppdiffusers_tome.attach.placement import tokens_kept
 from ppdiffusers_tome.comparison.results import check_result
-from ppdiffusers_tome.config import ToMeConfig, upgraded
+from ppdiffusers_tome.config import ToMeConfig
 from ppdiffusers_tome.errors import ToMeConfigError
-from ppdiffusers_tome.inference import RUNTIMES
-from ppdiffusers_tome.wording import method_in_words
 
+from ..arm import BUILT_IN, EAGER, LIMIT, PLAIN, Arm
 from .architectures import Architecture, architecture_of
 
-PLAIN, MEMORY_EFFICIENT, TOME, BOTH = "plain", "memory-efficient", "tome", "both"
-BUILT_IN, LIMIT = "built-in", "limit"  # what others.py computes
-EAGER, PREDICTOR, ONNX_RUNTIME = "eager", "predictor", "onnxruntime"
+MEMORY_EFFICIENT, TOME, BOTH = "memory-efficient", "tome", "both"
+KINDS = (PLAIN, MEMORY_EFFICIENT, TOME, BOTH, BUILT_IN, LIMIT)  # of arms, as `bench --arms` names them
+PREDICTOR, ONNX_RUNTIME = "predictor", "onnxruntime"
 OPENVINO, OPENVINO_BF16 = "openvino", "openvino-bf16"
 # Backends that run exported programs, and the settings of `load_pipeline` that they stand for.
 PROGRAMS: dict[str, dict[str, Any]] = {
@@ -30,23 +29,19 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     OPENVINO: {"runtime": "openvino"},
     OPENVINO_BF16: {"runtime": "openvino", "precision": "bf16"},
 }
-PROGRAM_FORMATS = {backend: RUNTIMES[settings["runtime"]].format for backend, settings in PROGRAMS.items()}
+BACKENDS = (EAGER, *PROGRAMS)
 ROUNDED = (OPENVINO_BF16,)  # backends that compute in bfloat16
 PLANNED, MEASURED, ERROR = "planned", "measured", "error"
 SCOPES = {"unet": "one UNet pass"}
+FORMAT_BEFORE = 3  # of results in which an arm was of a kind, and its fields stood beside what it cost
 BEFORE_3 = ("dtype", "steps", "guidance_scale", "memory_limit_gb")  # fields of cases in earlier results
-UNMERGED = (PLAIN, MEMORY_EFFICIENT)
-ARM_NAMES = {PLAIN: "plain", MEMORY_EFFICIENT: "memory-efficient", TOME: "ToMe", BOTH: "ToMe + memory-efficient"}
 
 
 @dataclass
-class Arm:
-    """One way to compute a case, and what it cost; the fields are those of the result file."""
+class Measurement:
+    """An arm of a case, and what it cost; the fields are those of the result file."""
 
-    arm: str  # one of `catalog.ARMS`
-    backend: str = EAGER  # or another one of `catalog.BACKENDS`
-    config: ToMeConfig | None = None  # how tokens merge; None: they do not
-    attention: str = "plain"  # or "slicing", "xformers"
+    arm: Arm
     kept: int = 0  # tokens after merging, at the shallowest level with attention
     status: str = PLANNED  # until MEASURED or ERROR
     reason: str | None = None  # why it was not measured
@@ -56,43 +51,26 @@ class Arm:
     macs: int | None = None  # multiply-accumulates of one pass of the UNet or block, for the whole batch
 
     @property
-    def ratio(self) -> float:
-        """Share of tokens to merge; 0 if nothing merges."""
-        return self.config.ratio if self.config else 0.0
-
-    @property
-    def max_downsample(self) -> int | None:
-        """Deepest level that merges; None: the shallowest with attention, or nothing merges."""
-        return self.config.max_downsample if self.config else None
-
-    @property
-    def method(self) -> str:
-        """How tokens merge, in words, without ratio, level and dst; "" if they do not."""
-        if self.config is None:
-            return ""
-        # The arms of others.py have neither windows nor weights.
-        others = () if self.arm in ARM_NAMES else ("window", "proportional")
-        return method_in_words(self.config, without=("max_downsample", "use_rand", *others))
-
-    @property
     def name(self) -> str:
-        """In words, such as "default 0.5, windows of 8, eager"; no two arms of a case have the same."""
-        level = "" if self.max_downsample is None else f", max_downsample {self.max_downsample}"
-        return f"{self.label(f' {self.ratio:.15g}')}{level}, {self.backend}"
-
-    def label(self, ratio: str = "") -> str:
-        """In words, such as "default, windows of 8", without level and backend; `ratio` follows the first words."""
-        words = ARM_NAMES.get(self.arm, self.arm)
-        if self.config is None:
-            return words
-        method, comma, differences = self.method.partition(", ")
-        if self.arm in ARM_NAMES:
-            return words.replace("ToMe", method) + ratio + comma + differences
-        return f"{words}{ratio}, {self.method}"
+        """In words, such as "default 0.5, window=8, eager"; no two of a case have the same."""
+        return self.arm.pass_name
 
     def fail(self, reason: str) -> None:
         """Record that the arm cannot be measured; its seconds are dropped."""
         self.status, self.reason, self.seconds = ERROR, reason, []
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, ready for JSON."""
+        return {**asdict(self), "arm": self.arm.to_json()}
+
+    @classmethod
+    def from_json(cls, given: dict[str, Any]) -> "Measurement":
+        """The measurement of `to_json`, or of a result in FORMAT_BEFORE."""
+        known = {name: value for name, value in given.items() if name != "shares"}  # results before 3.0 have it
+        if isinstance(kind := known["arm"], str):
+            settings = {name: known.pop(name) for name in ("backend", "config", "attention")}
+            known["arm"] = settings | ({"by": kind} if kind in (BUILT_IN, LIMIT) else {})
+        return cls(**{**known, "arm": Arm.from_json(known["arm"])})
 
 
 @dataclass
@@ -105,16 +83,18 @@ class Case:
     batch: int = 2  # rows of the UNet or block
     latent: list[int] = field(default_factory=list)  # height and width of the latents
     tokens: int = 0  # at the shallowest level with attention
-    arms: list[Arm] = field(default_factory=list)
+    arms: list[Measurement] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, ready for JSON."""
+        own = {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
+        return {**own, "arms": [measured.to_json() for measured in self.arms]}
 
     @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "Case":
-        """A case from `dataclasses.asdict`, after JSON."""
-        arms = []
-        for arm in fields["arms"]:
-            known = {name: value for name, value in arm.items() if name != "shares"}  # results before 3.0 have it
-            arms.append(Arm(**{**known, "config": arm["config"] and ToMeConfig(**upgraded(arm["config"]))}))
-        return cls(**{**{name: value for name, value in fields.items() if name not in BEFORE_3}, "arms": arms})
+    def from_json(cls, given: dict[str, Any]) -> "Case":
+        """The case of `to_json`, or of a result in FORMAT_BEFORE."""
+        arms = [Measurement.from_json(measured) for measured in given["arms"]]
+        return cls(**{**{name: value for name, value in given.items() if name not in BEFORE_3}, "arms": arms})
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -126,7 +106,7 @@ class Case:
         """In words, such as "sd15, one UNet pass, 512 px, batch 2"."""
         return f"{self.model}, {SCOPES.get(self.scope, self.scope)}, {self.size} px, batch {self.batch}"
 
-    def with_status(self, *statuses: str) -> list[Arm]:
+    def with_status(self, *statuses: str) -> list[Measurement]:
         """The arms that have one of these statuses."""
         return [arm for arm in self.arms if arm.status in statuses]
 
@@ -207,7 +187,7 @@ def read_cases(result: dict[str, Any], source: Path | str) -> list[Case]:
     Raises:
         ToMeConfigError: it is of another kind or format, a field is missing, or an arm missed a round.
     """
-    check_result(result, "speed", source)
+    check_result(result, "speed", source, earlier=[FORMAT_BEFORE])
     try:
         cases = [Case.from_json(fields) for fields in result["cases"]]
         _ = [result[name] for name in ("command", "commit", "environment", "rounds", "threads")]

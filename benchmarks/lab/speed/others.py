@@ -1,7 +1,7 @@
 """What `bench` compares this package with.
 
-- The arm `built-in`: the apply_tome that ppdiffusers ships. It must equal ToMe with tomesd's settings.
-- The arm `limit`, the free-merge limit: as few tokens as merging leaves, at almost no cost (free_merge.py).
+- `built-in`: the apply_tome that ppdiffusers ships. It must equal ours with tomesd's method.
+- `limit`, the free-merge limit: as few tokens as merging leaves, at almost no cost (free_merge.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +17,9 @@ from ppdiffusers_tome.families.models import find_blocks
 from ppdiffusers_tome.grid import Grid
 from ppdiffusers_tome.methods import METHODS
 
+from ..arm import BUILT_IN, LIMIT
 from ..free_merge import attach_free_merge
-from .cases import BUILT_IN, LIMIT, Case
+from .cases import Case
 
 
 def built_in_arguments(denoiser: nn.Layer, config: ToMeConfig) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def attach_built_in(denoiser: nn.Layer, config: ToMeConfig, latent: Grid) -> Non
     builtin.hook_tome_model(denoiser)
 
 
-def built_in_configs(case: Case, configs: Sequence[ToMeConfig]) -> list[ToMeConfig]:
+def built_in_configs(configs: Sequence[ToMeConfig]) -> list[ToMeConfig]:
     """By the built-in ToMe's method, which is tomesd's, at the ratios that it allows."""
     configs = [replace(config, method="tomesd", min_tokens=0, **METHODS["tomesd"].fixed) for config in configs]
     return [config for config in configs if config.ratio < 0.75]
@@ -54,7 +55,7 @@ def limit_configs(case: Case, configs: Sequence[ToMeConfig]) -> list[ToMeConfig]
     return list(limits.values())
 
 
-# What changes a denoiser for latents of a grid, by arm; the others merge with this package.
+# What changes a denoiser for latents of a grid, by what merges; the others are merged by this package.
 ATTACHERS: dict[str, Callable[[nn.Layer, ToMeConfig, Grid], None]] = {
     BUILT_IN: attach_built_in,
     LIMIT: attach_free_merge,

@@ -47,7 +47,7 @@ def measure_all(cases: Sequence[Case], timing: Timing, output: Path, command: st
     cache, environment = Cache(beside), describe_environment()
     environment["threads"] = str(timing.threads)
     key = {
-        "cases": [asdict(case) for case in cases],
+        "cases": [case.to_json() for case in cases],
         "models": [model_files(case.model) for case in cases],
         "settings": asdict(timing),
         "versions": versions(),
@@ -65,7 +65,7 @@ def measure_all(cases: Sequence[Case], timing: Timing, output: Path, command: st
 
     def save(index: int, case: Case) -> None:
         cases[index] = case
-        result["cases"] = [asdict(case) for case in cases]
+        result["cases"] = [case.to_json() for case in cases]
         cache.store(result, key)
 
     passes = [len(case.with_status(PLANNED)) * (1 + timing.warm_up + timing.rounds) for case in cases]

@@ -8,7 +8,7 @@ import pandas as pd
 
 from ..markdown import TEMPLATES, number, write_page
 from .cases import MEASURED
-from .frame import CASE, KEY, read_frame
+from .frame import CASE, read_frame
 
 
 def write_report(files: Sequence[Path], output: Path) -> str:
@@ -21,8 +21,6 @@ def write_report(files: Sequence[Path], output: Path) -> str:
     """
     frame = read_frame(files)
     merged = frame[frame["merges"]]
-    least = merged[["over_plain", "over_efficient"]].min(axis=1)
-    repeats = merged.groupby([*CASE, "machine", *KEY[1:]], dropna=False)["over_plain"]
     missing = frame[frame["status"] != MEASURED]
     reasons = missing["status"] + ": " + missing["reason"].fillna("no reason given")
     sources = frame.drop_duplicates("file").to_dict("records")
@@ -30,14 +28,34 @@ def write_report(files: Sequence[Path], output: Path) -> str:
         TEMPLATES / "speed.md",
         output,
         merged=merged["time"].notna().sum(),
-        slower=merged.assign(least=least)[least < 1].sort_values("least", kind="stable").to_dict("records"),
-        repeats={"count": (repeats.count() > 1).sum(), "most": (repeats.max() / repeats.min()).max()},
+        slower=_slower(merged),
+        repeats=_repeats(merged),
         parity=frame.dropna(subset="difference").sort_values("difference", ascending=False, kind="stable"),
         arms=_table(frame, {source["file"]: f"{nth}" for nth, source in enumerate(sources, start=1)}),
-        names=set(frame["arm"]) | set(frame["backend"]),
-        missing=(missing["case_name"] + ", " + missing["name"]).groupby(reasons, sort=False).unique().to_dict(),
+        by={arm.by for arm in frame["arm"]},
+        missing=(missing["case_name"] + ", " + missing["arm"].map(lambda arm: arm.pass_name))
+        .groupby(reasons, sort=False)
+        .unique()
+        .to_dict(),
         sources=sources,
     )
+
+
+def _slower(merged: pd.DataFrame) -> list[dict[str, Any]]:
+    """The merged arms that are slower than plain or the same attention unmerged, the slowest first."""
+    rows = []
+    for row in merged.to_dict("records"):
+        gains = [gain for gain in (row["over_plain"], row["over_efficient"]) if gain and gain.is_difference]
+        least = min((gain.factor for gain in gains), default=1.0)
+        rows += [{**row, "least": least}] if least < 1 else []
+    return sorted(rows, key=lambda row: row["least"])
+
+
+def _repeats(merged: pd.DataFrame) -> dict[str, Any]:
+    """How many gains over plain were measured in several runs, and the largest ratio of two of the same."""
+    factors = merged["over_plain"].dropna().map(lambda gain: gain.factor)
+    groups = factors.groupby([merged.loc[factors.index, name] for name in (*CASE, "machine", "name", "backend")])
+    return {"count": (groups.count() > 1).sum(), "most": (groups.max() / groups.min()).max()}
 
 
 def _table(frame: pd.DataFrame, numbers: dict[Path, str]) -> pd.DataFrame:
@@ -47,8 +65,8 @@ def _table(frame: pd.DataFrame, numbers: dict[Path, str]) -> pd.DataFrame:
     """
     rows: dict[tuple[Any, ...], dict[str, str]] = {}
     for arm in frame.to_dict("records"):
-        name = arm["name"].removesuffix(f", {arm['backend']}")
-        rows.setdefault((arm["case"], numbers[arm["file"]], arm["case_name"], name), {})[arm["backend"]] = _cell(arm)
+        row = (arm["case"], numbers[arm["file"]], arm["case_name"], arm["name"])
+        rows.setdefault(row, {})[arm["backend"]] = _cell(arm)
     first = {key[0]: key for key in reversed(rows)}
     names = [key[1:] if first[key[0]] == key else ("", "", key[3]) for key in rows]
     index = pd.MultiIndex.from_tuples(names, names=["result", "case", "arm"])
@@ -56,11 +74,11 @@ def _table(frame: pd.DataFrame, numbers: dict[Path, str]) -> pd.DataFrame:
 
 
 def _cell(arm: dict[str, Any]) -> str:
-    """Seconds, how many times as fast as plain, and peak memory; bold if it is slower."""
+    """Seconds, the gain over plain with the quartiles within the rounds, and peak memory; bold if it is slower."""
     if arm["status"] != MEASURED:
         return str(arm["status"])
     cell = f"{number(arm['time'])} s"
-    if not pd.isna(arm["over_plain"]):
-        bold = "**" if arm["over_plain"] < 1 else ""
-        cell += f", {bold}{arm['over_plain']:.2f}×{bold} [{arm['over_plain_low']:.2f}–{arm['over_plain_high']:.2f}]"
+    if gain := arm["over_plain"]:
+        bold = "**" if gain.is_difference and gain.factor < 1 else ""
+        cell += f", {bold}{gain}{bold} [{gain.low:.2f}–{gain.high:.2f}]"
     return cell + ("" if pd.isna(arm["peak_memory_bytes"]) else f", {number(arm['peak_memory_bytes'] / 1e9)} GB")

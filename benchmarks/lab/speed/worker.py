@@ -17,9 +17,9 @@ from paddle.base import core
 from ppdiffusers_tome.comparison.clock import order_of_round
 from ppdiffusers_tome.run.runtime import error_summary
 
-from .backends import Backend
-from .cases import ERROR, MEASURED, PLANNED, Arm, Case, Timing
-from .catalog import BACKENDS
+from ..arm import EAGER, Arm
+from .backends import Backend, EagerBackend, ProgramBackend
+from .cases import ERROR, MEASURED, PLANNED, Case, Measurement, Timing
 from .others import ATTACHERS
 from .parity import check_parity
 from .workloads import Workload
@@ -71,27 +71,27 @@ def measure_case(
     workload = Workload(case)
 
     def make_backend(name: str) -> Backend:
-        return BACKENDS[name].make(name, workload, timing.threads, programs)
+        return (EagerBackend if name == EAGER else ProgramBackend)(name, workload, timing.threads, programs)
 
     worker = _Worker(send, case, skip, make_backend)
-    for arm in worker.planned:
-        arm.macs = workload.macs(arm.config) if arm.arm not in ATTACHERS else None
-    unchecked = [arm for arm in worker.planned if arm.parity is None and not arm.seconds]
+    for measured in worker.planned:
+        measured.macs = workload.macs(measured.arm.config) if measured.arm.by not in ATTACHERS else None
+    unchecked = [measured for measured in worker.planned if measured.parity is None and not measured.seconds]
     check_parity(unchecked, workload.set_inputs, partial(worker.output, "check"))
     send(case)
-    for arm in worker.planned:  # the first pass measures memory
+    for measured in worker.planned:  # the first pass measures memory
         for index in range(timing.warm_up):
-            if index or arm.peak_memory_bytes is not None:
-                worker.output("warm-up", arm)
+            if index or measured.peak_memory_bytes is not None:
+                worker.output("warm-up", measured.arm)
                 continue
-            with worker.attempt("warm-up", arm):
-                arm.peak_memory_bytes = worker.backend(arm).peak_memory(arm)
+            with worker.attempt("warm-up", measured.arm):
+                measured.peak_memory_bytes = worker.backend(measured.arm).peak_memory(measured.arm)
         send(case)
     while worker.planned and len(worker.planned[0].seconds) < timing.rounds:
         worker.time_round()
         send(case)
-    for arm in worker.planned:
-        arm.status = MEASURED
+    for measured in worker.planned:
+        measured.status = MEASURED
     worker.close()
     send(case)
 
@@ -102,11 +102,11 @@ class _Worker:
     def __init__(self, send: Send, case: Case, skip: Sequence[str], make_backend: Callable[[str], Backend]) -> None:
         self._send, self._case, self._make_backend = send, case, make_backend
         self._backends: dict[str, Backend] = {}
-        self._failed = {*skip, *(arm.name for arm in case.with_status(ERROR))}
+        self._failed = {*skip, *(measured.name for measured in case.with_status(ERROR))}
         self._has_garbage = False
 
     @property
-    def planned(self) -> list[Arm]:
+    def planned(self) -> list[Measurement]:
         """The arms that have not failed."""
         return self._case.with_status(PLANNED)
 
@@ -118,7 +118,7 @@ class _Worker:
 
     def output(self, step: str, arm: Arm) -> np.ndarray | None:
         """What a pass of any arm computes; None if it fails, now or before."""
-        if arm.name not in self._failed:
+        if arm.pass_name not in self._failed:
             with self.attempt(step, arm):
                 return self.backend(arm).output(arm)
         return None
@@ -126,11 +126,11 @@ class _Worker:
     def time_round(self) -> None:
         """Time one pass of every arm; the order of a round is the same whenever it is timed."""
         seconds: dict[str, float] = {}
-        for arm in order_of_round(self.planned, len(self.planned[0].seconds)):
-            with self.attempt(f"round {len(arm.seconds) + 1}", arm):
-                seconds[arm.name] = self.backend(arm).seconds(arm)
-        for arm in self.planned:
-            arm.seconds.append(seconds[arm.name])
+        for measured in order_of_round(self.planned, len(self.planned[0].seconds)):
+            with self.attempt(f"round {len(measured.seconds) + 1}", measured.arm):
+                seconds[measured.name] = self.backend(measured.arm).seconds(measured.arm)
+        for measured in self.planned:
+            measured.seconds.append(seconds[measured.name])
 
     def close(self) -> None:
         """End the processes of the backends."""
@@ -143,15 +143,15 @@ class _Worker:
         if self._has_garbage:
             gc.collect()  # cycles of frames refer to what a failed pass allocated
             self._has_garbage = False
-        self._send((arm.name, step))
+        self._send((arm.pass_name, step))
         try:
             yield
         except Exception as error:
             reason = f"{step}: {type(error).__name__}: {error_summary(error)}"
-            self._failed.add(arm.name)
-            for planned in self.planned:
-                if planned.name == arm.name:  # a reference is another object than the arm of the case
-                    planned.fail(reason)
+            self._failed.add(arm.pass_name)
+            for measured in self.planned:
+                if measured.arm == arm:  # not where it is a reference alone
+                    measured.fail(reason)
             if arm.backend in self._backends:
                 self._backends[arm.backend].release(arm)
             self._has_garbage = True
