@@ -1,4 +1,4 @@
-"""The first top-level transformer block of a UNet, on its own: what gpu_onnx.py counts the operators of."""
+"""A transformer block of a UNet, on its own: what gpu_onnx.py counts the operators of, and sdxl_blocks.py times."""
 
 import paddle
 from lab.speed.architectures import WITH_ATTENTION, Architecture
@@ -6,9 +6,11 @@ from paddle import nn
 from ppdiffusers import Transformer2DModel
 
 
-def build_transformer(architecture: Architecture) -> nn.Layer:
-    """The UNet's first transformer, with its first block only."""
-    config, stage = architecture.config, list(architecture.config["down_block_types"]).index(WITH_ATTENTION)
+def build_transformer(architecture: Architecture, stage: int | None = None) -> nn.Layer:
+    """The transformer of a down block, by default of the first that has one, with one transformer block."""
+    config = architecture.config
+    if stage is None:
+        stage = list(config["down_block_types"]).index(WITH_ATTENTION)
     channels, heads = config["block_out_channels"][stage], config["attention_head_dim"]
     heads = heads if isinstance(heads, int) else heads[stage]
     names = ("cross_attention_dim", "norm_num_groups", "use_linear_projection", "upcast_attention")
