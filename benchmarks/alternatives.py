@@ -157,6 +157,8 @@ def list_arms() -> list[Variant]:
     half, seven, kv = {"ratio": 0.5}, {"ratio": 0.7}, {"method": "kv", "ratio": 0.75}
     todo = {**kv, "method": "todo"}
     arms = [Variant(merging=half), Variant(merging={**todo, "use_rand": True}), Variant(merging=todo)]
+    arms += [Variant(merging={**todo, "ratio": 0.5}), Variant(merging={**todo, "ratio": 0.5, "use_rand": True})]
+    arms += [Variant(merging={**todo, "sy": 4})]  # a quarter in shifted rows
     arms += [Variant(merging=kv), Variant(merging={**half, "method": "symmetric"})]
     arms += [Variant(merging={**half, "method": "tomesd"}), Variant(merging={"ratio": 0.25})]
     arms += [Variant(merging=seven), Variant(merging={**kv, "ratio": 0.5}), Variant(merging={**kv, "ratio": 0.7})]
