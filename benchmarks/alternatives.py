@@ -158,7 +158,7 @@ def list_arms() -> list[Variant]:
     todo = {**kv, "method": "todo"}
     arms = [Variant(merging=half), Variant(merging={**todo, "use_rand": True}), Variant(merging=todo)]
     arms += [Variant(merging={**todo, "ratio": 0.5}), Variant(merging={**todo, "ratio": 0.5, "use_rand": True})]
-    arms += [Variant(merging={**todo, "sy": 4})]  # a quarter in shifted rows
+    arms += [Variant(merging={**todo, "sx": 4})]  # a quarter: every fourth token of a row, in shifted rows
     arms += [Variant(merging=kv), Variant(merging={**half, "method": "symmetric"})]
     arms += [Variant(merging={**half, "method": "tomesd"}), Variant(merging={"ratio": 0.25})]
     arms += [Variant(merging=seven), Variant(merging={**kv, "ratio": 0.5}), Variant(merging={**kv, "ratio": 0.7})]
