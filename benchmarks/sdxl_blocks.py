@@ -100,9 +100,8 @@ def main() -> None:
             assert merged.macs is not None
             seconds = f"{np.median(plain.seconds):.3f} → {np.median(merged.seconds):.3f} s"
             allowed = f"MACs allow {plain.macs / merged.macs:.2f}×"
-            print(
-                f"{case.scope}, {case.size} px: {merged.name}: {seconds}, {gain(plain.seconds, merged.seconds)}, {allowed}"
-            )
+            gained = gain(plain.seconds, merged.seconds)
+            print(f"{case.scope}, {case.size} px: {merged.name}: {seconds}, {gained}, {allowed}")
     if options.output:
         command = shlex.join(["python", "benchmarks/sdxl_blocks.py", *sys.argv[1:]])
         timing = {"rounds": options.rounds, "warm_up": 2, "threads": options.threads}

@@ -58,8 +58,8 @@ def apply_tome(
             of `ppdiffusers_tome.families.table`; for any other target the error lists them.
         ratio: share of the tokens to merge away. The main setting: a higher ratio is faster, and the image differs
             more from the plain one. None: the ratio of `config`, or the method's default, which is 0.5, and
-            1 - 1/(sx·sy) for "todo". The number is nominal: the default method at 0.5 merges 21 % of the queries and
-            69 % of the keys and values.
+            1 - 1/(sx·sy) for "todo", which allows few others. The number is nominal: the default method at 0.5 merges
+            21 % of the queries and 69 % of the keys and values.
         method: how tokens merge: "default", "symmetric", "tomesd", "kv" or "todo". It brings its own defaults.
         max_downsample, sx, sy, use_rand, seed, window, proportional, merge_attn, merge_crossattn, merge_mlp,
             min_tokens: as in `ToMeConfig`, which describes them with their ranges and defaults.

@@ -63,23 +63,25 @@ class ToMeConfig:
     Args:
         ratio: share of the tokens to merge away, 0 <= ratio <= 1 - 1/(sx·sy). A higher ratio is faster, and the image
             differs more from the plain one; 0 merges nothing. 0.5, the default, is a good start. With method="todo" it
-            must be 1 - 1/(sx·sy), its default there (0.75 with 2×2 cells), or 0. It is a nominal number: the default
-            method at 0.5 merges 21 % of the queries and 69 % of the keys and values, which leaves attention as much
-            work as if half of both merged.
+            must be 1 - 1/(sx·sy), its default there (0.75 with 2×2 cells), or, if sx and sy are even, 1 - 2/(sx·sy)
+            (0.5 with 2×2 cells), or 0. It is a nominal number: the default method at 0.5 merges 21 % of the queries
+            and 69 % of the keys and values, which leaves attention as much work as if half of both merged.
         method: how tokens merge.
             "default" merges the most similar pairs into their mean, keys and values more than queries.
             "symmetric" merges queries, keys and values alike, at `ratio`.
             "tomesd" gives the results of tomesd: symmetric, with window=None and proportional=False.
             "kv" merges keys and values alone, at `ratio`; every token keeps its own query and output.
-            "todo" keeps the keys and values of one token of each cell, without comparing tokens, and suits GPUs.
+            "todo" keeps the keys and values of one token of each cell, or at ratio 0.5 of every second token on a
+            checkerboard, without comparing tokens, and suits GPUs.
         max_downsample: deepest level that merges: 1, 2, 4 or 8. A block has level d if its tokens are latent pixels
             downsampled d times along each axis. With None, the default, only the largest feature maps
             with self-attention merge: level 1 in Stable Diffusion, 2 in SDXL. No effect in transformers such as DiT,
             PixArt and SD3, which have one resolution.
-        sx: width of a cell, in tokens, >= 1. Each sx×sy cell keeps one dst token.
+        sx: width of a cell, in tokens, >= 1. Each sx×sy cell keeps one dst token; with "todo" and
+            ratio=1 - 2/(sx·sy) two.
         sy: height of a cell, in tokens, >= 1.
         use_rand: choose the dst token of each cell at random; otherwise it is the cell's first (top left) token, which
-            is the default of "todo".
+            is the default of "todo". Of two dst of a cell it chooses the first, and the second is half a cell away.
         seed: seed of the random choice of dst: 0 <= seed < 2**64 for the same choice in every pass, None for a new
             one in each. The global random states of Paddle, NumPy and Python are neither read nor advanced.
         window: side, in tokens, of the square windows in which each token looks for its dst; rounded up to a multiple
@@ -290,17 +292,25 @@ def _method_settings(method: Method, given: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _checked_ratio(config: ToMeConfig, method: Method) -> float:
-    """The ratio of a config; exactly the largest if it is that as messages round it."""
+    """The ratio of a config; exactly one that its cells decide if it is that as messages round it."""
     ratio, largest = config.ratio, 1 - 1 / (config.sx * config.sy)
     allowed = f"it must be a number from 0 to 1 - 1/(sx·sy) = {largest:g} for sx={config.sx}, sy={config.sy}"
-    if abs(ratio - largest) <= 5e-7:
-        ratio = largest
+    exact = method.allowed_ratios(config.sx, config.sy)
+    ratio = next((one for one in (largest, *(exact or ())) if abs(ratio - one) <= 5e-7), ratio)
     if not 0 <= ratio <= largest:  # also rejects NaN
         remedy = "; larger sx or sy raise the maximum" if largest < ratio < 1 else ""
         raise ParameterError("ratio", config.ratio, f"{allowed}{remedy}.")
-    if (error := method.ratio_error(ratio, largest)) is not None:
-        raise ParameterError("ratio", config.ratio, f"{error}.")
+    if exact is not None and ratio not in (0, *exact):
+        rule = f"method={method.name!r} allows {_alternatives(exact)} with sx={config.sx}, sy={config.sy}"
+        usual = method.allowed_ratios(2, 2) or exact
+        remedy = "other cells allow other ratios" if usual == exact else f"{_alternatives(usual)} with 2×2 cells"
+        raise ParameterError("ratio", config.ratio, f"{rule}; {remedy}.")
     return ratio
+
+
+def _alternatives(ratios: Iterable[float]) -> str:
+    """The allowed ratios, 0 last: "0.5, 0.75 or 0"."""
+    return f"{', '.join(f'{ratio:g}' for ratio in ratios)} or 0"
 
 
 # Settings of earlier releases

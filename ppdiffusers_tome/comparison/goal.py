@@ -23,6 +23,7 @@ KNOWN = (
     ToMeConfig(ratio=0.5, method="kv"),
     ToMeConfig(ratio=0.75, method="kv"),
     ToMeConfig(ratio=0.75, method="kv", window=None),
+    ToMeConfig(ratio=0.5, method="todo"),
     ToMeConfig(method="todo"),
 )
 

@@ -82,8 +82,8 @@ class Method(Form):
         """The settings whose defaults are not those of `ToMeConfig`, for cells of this size."""
         return {}
 
-    def ratio_error(self, ratio: float, largest: float) -> str | None:
-        """Why a ratio from 0 to `largest`, which is 1 - 1/(sx·sy), is not allowed; None if it is."""
+    def allowed_ratios(self, sx: int, sy: int) -> tuple[float, ...] | None:
+        """The ratios, ascending, that are allowed beside 0 with these cells; None if all up to 1 - 1/(sx·sy) are."""
         return None
 
     def ratios(self, settings: Settings) -> tuple[float, float]:

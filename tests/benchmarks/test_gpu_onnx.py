@@ -38,13 +38,25 @@ def test_a_block_for_gpus_has_few_operators_more_than_plain():
     assert {arm: operators <= gpu_onnx.BOUNDS[arm] for arm, (operators, _) in added.items()} == dict.fromkeys(
         added, True
     )
-    assert added["todo 0.75"] == (1, 1) and 0 < added["default 0.5"][1] < added["default 0.5"][0]
+    assert added["todo 0.75"] == added["todo 0.5"] == (1, 1)
+    assert 0 < added["default 0.5"][1] < added["default 0.5"][0]
 
 
 def test_names_of_arms_are_those_of_every_benchmark():
     """`measure` runs without this package, so the script writes them out."""
     names = [Arm(ToMeConfig(**settings)).name for settings in gpu_onnx.MERGED.values()]
     assert names == [*gpu_onnx.MERGED] and Arm().name == gpu_onnx.PLAIN
+
+
+def test_the_checkerboard_is_predicted_only_where_it_was_not_measured():
+    def row(arm, milliseconds, size):
+        return {"size": size, "batch": 2, "turn": 0, "arm": f"onnxruntime {arm}", "ms": [milliseconds] * 3}
+
+    rows = [row(arm, ms, size) for size in (512, 768) for arm, ms in (("plain", 30), ("todo 0.75", 24))]
+    rows.append(row("todo 0.5", 27, 512))
+    (note,) = gpu_onnx.predictions(rows)  # 30 / (30 - 6·2/3)
+    assert "Predicted, not measured" in note and "todo 0.5 gains 1.15× at 768 px, batch 2, if" in note
+    assert gpu_onnx.predictions([*rows, row("todo 0.5", 26, 768)]) == []
 
 
 def test_arms_take_turns():

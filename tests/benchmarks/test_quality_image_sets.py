@@ -38,7 +38,7 @@ def test_methods_are_generated_at_each_ratio_or_at_their_own():
         ({"ratios": (0.5, 0.5)}, "0.5 is repeated"),
         ({"ratios": (0.5,), "methods": [{"ratio": 0}]}, "ratio=0 is not allowed: it must be above 0"),
         ({"ratios": (0.5,), "methods": [{"sx": 4}, {"ratio": 0.5, "sx": 4}]}, "ratio=0.5, sx=4 is repeated"),
-        ({"ratios": (0.5,), "methods": [{"method": "todo"}]}, "ratio=0.5 is not allowed: method='todo'"),
+        ({"ratios": (0.6,), "methods": [{"method": "todo"}]}, "ratio=0.6 is not allowed: method='todo'"),
     ],
 )
 def test_settings_out_of_range_are_refused(arguments, message):

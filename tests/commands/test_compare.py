@@ -189,7 +189,7 @@ def test_what_is_not_faster_reaches_no_goal(goal, best):
 
 def test_known_settings_are_those_of_the_methods(pipe):
     assert known_settings([]) == [*KNOWN] and len(set(KNOWN)) == len(KNOWN)
-    assert [c.method for c in known_settings(["todo", "tomesd"])] == ["todo", "tomesd"]
+    assert [c.method for c in known_settings(["todo", "tomesd"])] == ["todo", "todo", "tomesd"]
     assert [(c.ratio, c.sx) for c in known_settings(["default"])[:4]] == [(0.3, 2), (0.5, 2), (0.75, 2), (0.8, 4)]
     tried = [config for config in KNOWN if merges_at(pipe, config, Size(32, 32))]
     assert {config.method for config in tried} == {"default", "kv", "todo"}
@@ -275,7 +275,8 @@ def test_each_method_runs_at_the_ratios_that_it_allows(tmp_path):
 
     todo = ToMeConfig(method="todo")
     assert configs("--method", "default", "todo") == [ToMeConfig(), todo]
-    assert configs("--method", "default", "todo", "--ratio", "0.3", "0.5") == [ToMeConfig(0.3), HALF, todo]
+    assert configs("--method", "default", "todo", "--ratio", "0.3", "0.6") == [ToMeConfig(0.3), ToMeConfig(0.6), todo]
+    assert configs("--method", "default", "todo", "--ratio", "0.5") == [HALF, ToMeConfig(0.5, "todo")]
     assert configs("--method", "todo", "kv", "--ratio", "0.75") == [todo, ToMeConfig(0.75, method="kv")]
     assert configs("--merging", "sx=4,ratio=0.8", "--method", "default", "--ratio", "0.8") == [
         HALF,
@@ -284,8 +285,8 @@ def test_each_method_runs_at_the_ratios_that_it_allows(tmp_path):
     assert configs("--ratio", "0.5", "0.5", "--method", "default", "default") == [HALF]
     ToMeConfig(0.6, window=4).save(tmp_path / "tome.json")
     assert configs("--config", str(tmp_path / "tome.json")) == [ToMeConfig(0.6, window=4)]
-    for given in (["--method", "todo", "--ratio", "0.5"], ["--method", "default", "todo", "--ratio", "0.9", "0.5"]):
-        with pytest.raises(ToMeConfigError, match=r"--ratio 0\.[59] is not allowed"):
+    for given in (["--method", "todo", "--ratio", "0.6"], ["--method", "default", "todo", "--ratio", "0.9", "0.5"]):
+        with pytest.raises(ToMeConfigError, match=r"--ratio 0\.[69] is not allowed"):
             configs(*given)
 
 
@@ -312,7 +313,8 @@ def test_command_saves_the_settings_that_reach_the_goal(model, tmp_path, capsys,
         1.5,
     )
     assert [row["arm"] for row in content["compared"]] == tried
-    assert tried == ["plain", "default 0.3", "default 0.5", "default 0.75", "default 0.8, sx=4", "todo 0.75"]
+    methods = ["default 0.3", "default 0.5", "default 0.75", "default 0.8, sx=4", "todo 0.5", "todo 0.75"]
+    assert tried == ["plain", *methods]
     assert main(["compare", *options, "--goal", "33dB"]) == 0
     assert ToMeConfig.load(save) == ToMeConfig(method="todo")
     save.unlink()
@@ -523,7 +525,7 @@ def test_command_with_a_controlnet(tmp_path, capsys):
         (["--save", "x.json"], "--save x.json needs --goal"),
         (["--goal", "35dB", "--save", str(EMOJI_SD)], "emoji_sd is not allowed: it is a folder: name a file"),
         (["--goal", "35dB", "--save", "/proc/x/y.json"], "--save /proc/x is not allowed: no file can be written to"),
-        (["--method", "todo", "--ratio", "0.5"], "--ratio 0.5 is not allowed: method='todo'"),
+        (["--method", "todo", "--ratio", "0.6"], "--ratio 0.6 is not allowed: method='todo'"),
         (["--size", "64x100"], "--size 64x100 is not allowed: it must be a multiple of 8 px"),
         (["--size", "64*64"], "--size 64*64 is not allowed: it must be WIDTHxHEIGHT"),
         (["--output", str(EMOJI_SD / "fox.png")], "fox.png (Not a directory): name a folder"),

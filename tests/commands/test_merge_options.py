@@ -64,11 +64,10 @@ def test_a_method_by_name_brings_its_defaults(name):
 
 
 def test_a_ratio_that_a_method_does_not_allow_is_an_error():
-    with pytest.raises(ToMeConfigError, match=r"--ratio 0\.5 .* method='todo'"):
-        merge_configs(parse("--method", "todo", "--ratio", "0.5", is_single=True))
-    assert [
-        config.ratio for config in merge_configs(parse("--method", "todo", "--ratio", "0.75", "0", is_single=True))
-    ] == [0.75, 0]
+    with pytest.raises(ToMeConfigError, match=r"--ratio 0\.6 .* method='todo'"):
+        merge_configs(parse("--method", "todo", "--ratio", "0.6", is_single=True))
+    configs = merge_configs(parse("--method", "todo", "--ratio", "0.75", "0.5", "0", is_single=True))
+    assert [config.ratio for config in configs] == [0.75, 0.5, 0]
 
 
 @pytest.mark.parametrize(
@@ -104,12 +103,12 @@ def test_values_in_a_text_that_are_not_allowed(text):
 
 
 def test_settings_are_checked_together_with_the_ratio():
-    """sx=4 allows a ratio that 2×2 cells do not, and method=todo one alone."""
+    """method=todo allows few ratios."""
     todo = "method=todo"
-    configs = merge_configs(parse("--ratio", "0.75", "0", "--merging", todo, is_single=True))
-    assert configs == [ToMeConfig(ratio, "todo") for ratio in (0.75, 0)]
-    with pytest.raises(ToMeConfigError, match=r"--ratio 0\.5 is not allowed: method='todo'"):
-        merge_configs(parse("--ratio", "0.5", "--merging", todo, is_single=True))
+    configs = merge_configs(parse("--ratio", "0.75", "0.5", "0", "--merging", todo, is_single=True))
+    assert configs == [ToMeConfig(ratio, "todo") for ratio in (0.75, 0.5, 0)]
+    with pytest.raises(ToMeConfigError, match=r"--ratio 0\.6 is not allowed: method='todo'"):
+        merge_configs(parse("--ratio", "0.6", "--merging", todo, is_single=True))
 
 
 def test_defaults_and_files_are_ways_to_merge_too(tuned):
@@ -142,7 +141,7 @@ def test_all_commands_have_the_options(command, capsys):
         (["--merging", "merge_attn=keys"], "merge_attn='keys' is not allowed"),
         (["--merging", "merge_attn=kv"], "Pass method='kv' in its place"),
         (["--merging", "windw=8"], "'windw' is not a setting"),
-        (["--method", "todo", "--ratio", "0.5"], "--ratio 0.5 is not allowed: method='todo'"),
+        (["--method", "todo", "--ratio", "0.6"], "--ratio 0.6 is not allowed: method='todo'"),
         (["--config", "/no/such.json"], "/no/such.json cannot be read as a settings file"),
     ],
 )

@@ -58,12 +58,28 @@ def match(tokens, dst, removed, window_of=None):
     return {src: d for _, src, d in pairs[:removed]}
 
 
-def match_cells(h, w, sx, sy, dst):
-    """{src: dst} of the same cell; the tokens of a remainder belong to the last cell of their row or column."""
+def pair_dst(w, sx, sy, dst):
+    """Each dst and a second one of its cell: half a cell further down and right, or else up and left."""
+    pairs = []
+    for position in dst:
+        y, x = position // w, position % w
+        second_y = y + sy // 2 if y % sy < sy // 2 else y - sy // 2
+        second_x = x + sx // 2 if x % sx < sx // 2 else x - sx // 2
+        pairs += [position, second_y * w + second_x]
+    return sorted(pairs)
+
+
+def match_cells(h, w, sx, sy, dst, per_cell=1):
+    """{src: dst} of the same cell, or of the same half of a cell of two dst, an upper and a lower one.
+
+    The tokens of a remainder belong to the last cell of their row or column.
+    """
     cell_of = []
     for y in range(h):
         for x in range(w):
-            cell_of.append((min(y // sy, h // sy - 1), min(x // sx, w // sx - 1)))
+            row = min(y // sy, h // sy - 1)
+            is_lower_half = per_cell == 2 and y - row * sy >= sy // 2
+            cell_of.append((row, is_lower_half, min(x // sx, w // sx - 1)))
     dst_of = {cell_of[d]: d for d in dst}
     return {src: dst_of[cell_of[src]] for src in range(h * w) if src not in dst}
 

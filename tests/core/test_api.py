@@ -143,7 +143,7 @@ def test_editors_and_notebooks_see_the_settings():
         ({"merge_attn": "asymmetric"}, "merge_attn='asymmetric' .* Pass method='default'"),
         ({"method": "ToDo"}, "method='ToDo' is not allowed: it must be one of default, symmetric, tomesd, kv, todo"),
         ({"method": "todo", "window": 8}, "window=8 .* which has no window"),
-        ({"method": "todo", "ratio": 0.5}, "ratio=0.5 is not allowed: method='todo'"),
+        ({"method": "todo", "ratio": 0.6}, "ratio=0.6 is not allowed: method='todo'"),
     ],
 )
 def test_a_setting_that_is_not_allowed_is_an_error_and_changes_nothing(pipe, settings, message):

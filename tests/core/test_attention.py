@@ -40,6 +40,7 @@ KV = {**TOMESD, "method": "kv"}
 ASYMMETRIC = {**TOMESD, "method": "default"}
 CELLS = {**KV, "method": "todo", "use_rand": True}
 TODO = {**CELLS, "use_rand": False}
+CHECKERBOARD = {**TODO, "ratio": 0.5}
 TOLERANCE = 5e-6  # float32 sums of up to 256 terms in another order, outputs of size 3
 
 
@@ -79,6 +80,7 @@ def expected_of(attention, tokens, plan, settings, rows=slice(None)):
         ({**KV, "ratio": 0.7, "window": 4}, 77, 77),
         (CELLS, 64, 64),
         (TODO, 64, 64),
+        (CHECKERBOARD, 128, 128),
         (ASYMMETRIC, 204, 81),
         ({**ASYMMETRIC, "ratio": 0.1, "window": 4}, 248, 215),
         ({**ASYMMETRIC, "ratio": 0.01}, 256, 252),  # the same tokens as queries
@@ -121,10 +123,21 @@ def test_todo_takes_every_second_row_and_column_as_keys_and_values():
     assert float((out - expected).abs().max()) < TOLERANCE
 
 
+def test_todo_at_half_takes_a_checkerboard_as_keys_and_values():
+    unet = make_unet()
+    attention = find_blocks(unet)[0].block.attn1
+    tokens, out = record(unet, attention, lambda: run(unet), **CHECKERBOARD)
+    rows, columns = np.divmod(np.arange(256), 16)
+    with paddle.no_grad():
+        keys = tokens.index_select(paddle.to_tensor(np.flatnonzero((rows + columns) % 2 == 0)), axis=1)
+        expected = AttnProcessor()(attention, tokens, encoder_hidden_states=keys)
+    assert float((out - expected).abs().max()) < TOLERANCE
+
+
 @pytest.mark.parametrize(("h", "w"), [(9, 11), (3, 2), (1, 7)])
-@pytest.mark.parametrize("settings", [CELLS, TODO, {**KV, "ratio": 0.6}], ids=str)
+@pytest.mark.parametrize("settings", [CELLS, TODO, CHECKERBOARD, {**KV, "ratio": 0.6}], ids=str)
 def test_grids_with_remainders(settings, h, w):
-    """One key of each complete cell remains; a grid of one row has none and stays plain."""
+    """One or two keys of each complete cell remain; a grid of one row has none and stays plain."""
     unet = make_unet(
         down_block_types=("CrossAttnDownBlock2D",), up_block_types=("CrossAttnUpBlock2D",), block_out_channels=(32,)
     )
@@ -136,7 +149,9 @@ def test_grids_with_remainders(settings, h, w):
     merged = run(unet, h=h, w=w)
     handle.remove()
     cells = (h // 2) * (w // 2)
-    expected = max(cells, h * w - int(h * w * settings["ratio"])) if settings["method"] != "todo" else cells
+    expected = round(4 * (1 - ToMeConfig(**settings).ratio)) * cells
+    if settings["method"] != "todo":
+        expected = max(cells, h * w - int(h * w * settings["ratio"]))
     assert kept == [expected if cells else h * w]
     assert np.array_equal(merged, plain) == (cells == 0)
     assert np.array_equal(run(unet.remove_tome(), h=h, w=w), plain)

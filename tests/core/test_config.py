@@ -56,6 +56,7 @@ def test_a_method_brings_its_defaults_and_a_setting_that_is_passed_wins(method):
 def test_the_default_ratio_of_todo_is_that_of_its_cells():
     assert ToMeConfig(method="todo", sx=4).ratio == 1 - 1 / 8
     assert ToMeConfig(method="todo", sx=np.int64(3), sy=1).ratio == 1 - 1 / 3
+    assert ToMeConfig(0.5, "todo").sy == 2 and ToMeConfig(0.5, "todo") != ToMeConfig(method="todo", sy=1)
     with pytest.raises(ToMeConfigError, match="sx=0 is not allowed"):
         ToMeConfig(method="todo", sx=0)
 
@@ -185,13 +186,28 @@ def test_no_layer_to_merge_is_rejected():
         ToMeConfig(merge_attn=False)
 
 
-@pytest.mark.parametrize(("sx", "sy", "named"), [(2, 2, 0.75), (3, 3, 0.888889), (7, 11, 0.987013)])
-def test_cells_decide_the_ratio_and_the_error_names_it(sx, sy, named):
-    with pytest.raises(ToMeConfigError, match=rf"ratio=0.5 .* method='todo'.* = {named}, or 0"):
-        ToMeConfig(0.5, "todo", sx=sx, sy=sy)
-    assert ToMeConfig(named, "todo", sx=sx, sy=sy).ratio == 1 - 1 / (sx * sy)
+@pytest.mark.parametrize(
+    ("sx", "sy", "named"),
+    [
+        (2, 2, [0.75, 0.5]),
+        (2, 1, [0.5]),
+        (3, 3, [0.888889]),
+        (7, 11, [0.987013]),
+        (2, 4, [0.875, 0.75]),
+        (6, 2, [0.916667, 0.833333]),
+    ],
+)
+def test_cells_decide_the_ratios_and_the_error_names_them(sx, sy, named):
+    """One token of each cell remains, or two of a cell of even sides."""
+    usual = "other cells allow other ratios" if (sx, sy) == (2, 2) else r"0\.5, 0\.75 or 0 with 2×2 cells"
+    allowed = f"method='todo' allows {', '.join(map(str, sorted(named)))} or 0 with sx={sx}, sy={sy}; {usual}"
+    with pytest.raises(ToMeConfigError, match=rf"ratio=0\.4 is not allowed: {allowed}\."):
+        ToMeConfig(0.4, "todo", sx=sx, sy=sy)
+    for per_cell, ratio in enumerate(named, 1):
+        assert ToMeConfig(ratio, "todo", sx=sx, sy=sy).ratio == 1 - per_cell / (sx * sy)
+        assert tokens_kept(ToMeConfig(ratio, "todo", sx=sx, sy=sy), Grid(5 * sy, 7 * sx)).keys == 35 * per_cell
     assert ToMeConfig(0, "todo", sx=sx, sy=sy).ratio == 0
-    assert ToMeConfig(named, sx=sx, sy=sy).ratio == 1 - 1 / (sx * sy)
+    assert ToMeConfig(named[0], sx=sx, sy=sy).ratio == 1 - 1 / (sx * sy)
 
 
 @pytest.mark.parametrize(("sx", "sy"), [(2, 2), (4, 2), (1, 2)])
@@ -223,10 +239,11 @@ def test_layers_other_than_self_attention_merge_at_the_ratio(method):
 
 
 def test_cells_take_remainders_with_them():
-    """A grid of 7×9 tokens has 3·4 cells of 2×2, and keeps a token of each."""
+    """A grid of 7×9 tokens has 3·4 cells of 2×2, and keeps one or two tokens of each."""
     todo = ToMeConfig(method="todo")
     assert tokens_kept(todo, Grid(7, 9)).keys == 12 < tokens_kept(ToMeConfig(0.75, "kv"), Grid(7, 9)).keys
-    assert tokens_kept(todo, Grid(1, 5)) == (5, 5, 5)
+    assert tokens_kept(ToMeConfig(0.5, "todo"), Grid(7, 9)) == (63, 24, 24)
+    assert tokens_kept(todo, Grid(1, 5)) == tokens_kept(ToMeConfig(0.5, "todo"), Grid(1, 5)) == (5, 5, 5)
 
 
 @pytest.mark.parametrize(
@@ -356,6 +373,8 @@ def test_changed_settings_give_back_the_config(method):
         ({"method": "todo", "use_rand": True}, {"seed": 1}, {"method": "todo", "use_rand": True, "seed": 1}),
         ({"ratio": 0.6}, {"method": "kv"}, {"ratio": 0.6, "method": "kv"}),
         ({"ratio": 0.6}, {"method": "todo", "ratio": 0}, {"method": "todo", "ratio": 0}),
+        ({"method": "todo"}, {"ratio": 0.5}, {"method": "todo", "ratio": 0.5}),
+        ({"method": "todo", "ratio": 0.5}, {"method": "kv"}, {"method": "kv"}),
         ({"window": 8}, {"method": "tomesd", "window": None}, {"method": "tomesd"}),
     ],
 )
@@ -368,6 +387,11 @@ def test_with_settings(own, passed, expected):
     [
         ({"window": 8}, {"method": "todo"}, "window=8 .* no window"),
         ({"ratio": 0.6}, {"method": "todo"}, "ratio=0.6 .* method='todo'"),
+        (
+            {"method": "todo", "ratio": 0.5},
+            {"sx": 4},
+            r"ratio=0.5 .* method='todo' allows 0\.75, 0\.875 or 0 with sx=4",
+        ),
         ({}, {"ratio": 2}, "ratio=2"),
     ],
 )
@@ -380,8 +404,9 @@ def test_the_config_of_a_controlnet():
     config = ToMeConfig(0.6, "kv", seed=3)
     assert controlnet_config(config, True) is config and controlnet_config(config, False) is None
     assert controlnet_config(config, 0.3) == ToMeConfig(0.3, "kv", seed=3)
-    with pytest.raises(ToMeConfigError, match=r"controlnet=0.5 is not allowed: method='todo' keeps"):
-        controlnet_config(ToMeConfig(method="todo"), 0.5)
+    assert controlnet_config(ToMeConfig(method="todo"), 0.5) == ToMeConfig(0.5, "todo")
+    with pytest.raises(ToMeConfigError, match=r"controlnet=0.6 is not allowed: method='todo' allows 0\.5, 0\.75 or 0"):
+        controlnet_config(ToMeConfig(method="todo"), 0.6)
     with pytest.raises(ToMeConfigError, match="controlnet='half' is not allowed: it must be True, False or a ratio"):
         controlnet_config(config, "half")
 

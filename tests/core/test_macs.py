@@ -92,6 +92,7 @@ def test_controlnet_is_counted_as_measured(controlnet, monkeypatch):
         {"ratio": 0.5, "method": "kv"},
         {"ratio": 0.7, "method": "kv", "proportional": True, "merge_mlp": True},
         {"ratio": 0.75, "method": "todo", "use_rand": True},
+        {"ratio": 0.5, "method": "todo", "max_downsample": 2, "merge_mlp": True},
         {"method": "todo", "use_rand": True, "max_downsample": 2, "merge_crossattn": True},
         {"ratio": 0.3, "merge_attn": False, "merge_crossattn": True, "max_downsample": 2, "sx": 4},
     ],
@@ -252,6 +253,9 @@ def test_summary_of_keys_and_values(pipe):
     cells = pipe.apply_tome(ratio=0.75, method="todo", use_rand=True).tome_summary()
     assert {(b.kept, b.merges) for b in cells.blocks} == {(256, ("kv",))}
     assert 0 < cells.saved < around.macs and summary.macs == around.macs == cells.macs
+    checkerboard = pipe.apply_tome(ratio=0.5, method="todo").tome_summary()
+    assert {(b.kept, b.kept_keys, b.merges) for b in checkerboard.blocks} == {(512, 512, ("kv",))}
+    assert 3 * checkerboard.saved == 2 * cells.saved and "ratio=0.5, method='todo'" in str(checkerboard)
 
 
 @pytest.mark.parametrize(

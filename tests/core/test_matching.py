@@ -8,7 +8,7 @@ from conftest import groups
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from reference import match_cells as match_cells_of_reference
-from reference import roundtrip
+from reference import pair_dst, roundtrip
 
 from ppdiffusers_tome import (
     Grid,
@@ -147,14 +147,37 @@ def test_cells_are_the_oracles(data):
     h, w = data.draw(st.integers(1, 13), "h"), data.draw(st.integers(1, 13), "w")
     sx, sy = data.draw(st.integers(1, 4), "sx"), data.draw(st.integers(1, 4), "sy")
     key = data.draw(st.sampled_from([None, (7, 0)]), "key")
+    per_cell = data.draw(st.sampled_from([1] if sx % 2 or sy % 2 else [1, 2]), "per_cell")
     dst, x = choose_dst(Grid(h, w), sx, sy, key).tolist(), tokens(2, Grid(h, w), 5)
-    merged_into = match_cells_of_reference(h, w, sx, sy, dst) if dst else {}
-    plan = match_cells(paddle.to_tensor(x), Grid(h, w), sx, sy, key)
+    dst = pair_dst(w, sx, sy, dst) if per_cell == 2 else dst
+    merged_into = match_cells_of_reference(h, w, sx, sy, dst, per_cell) if dst else {}
+    plan = match_cells(paddle.to_tensor(x), Grid(h, w), sx, sy, key, per_cell)
     assert plan.kept == (len(dst) or h * w)
     expected_groups = [merged_into.get(n, n) for n in range(h * w)]
     np.testing.assert_array_equal(groups(plan, 2), [expected_groups] * 2)
     out = unmerge(merge(paddle.to_tensor(x), plan), plan).numpy()
     np.testing.assert_array_equal(out, [image[expected_groups] for image in x])
+
+
+def test_two_tokens_of_each_cell_are_on_a_checkerboard():
+    """Or in every second row, shifted in every other one of these, where cells are twice as high."""
+    grid, x = Grid(8, 12), paddle.randn([1, 96, 3])
+    rows, columns = np.divmod(np.arange(96), 12)
+    board = np.flatnonzero((rows + columns) % 2 == 0)
+    np.testing.assert_array_equal(match_cells(x, grid, per_cell=2).kept_rows, [board])
+    shifted = np.flatnonzero((rows % 2 == 0) & ((columns + rows // 2) % 2 == 0))
+    np.testing.assert_array_equal(match_cells(x, grid, sy=4, per_cell=2).kept_rows, [shifted])
+    random = match_cells(x, grid, random_key=(3, 1), per_cell=2).kept_rows[0].numpy()
+    first = np.isin(choose_dst(grid, random_key=(3, 1)), random)
+    assert first.all() and (np.bincount(random // 12 * 6 + random % 12 // 2) == 1).all(), "one of each pair in a row"
+
+
+@pytest.mark.parametrize(("sx", "sy", "per_cell"), [(2, 1, 2), (3, 3, 2), (2, 2, 3), (2, 2, 0)])
+def test_a_number_of_dst_that_a_cell_cannot_have_is_rejected(sx, sy, per_cell):
+    with pytest.raises(
+        ToMeConfigError, match=f"per_cell={per_cell} .* with sx={sx}, sy={sy}: it must be 1, or 2 with"
+    ):
+        match_cells(paddle.randn([1, 24, 3]), Grid(4, 6), sx, sy, per_cell=per_cell)
 
 
 def test_cells_of_another_grid_are_rejected():

@@ -89,6 +89,7 @@ MODELS = {
         {"method": "kv", "window": None},
         {"method": "todo", "use_rand": True, "proportional": False},
         {"method": "todo", "use_rand": True, "merge_mlp": True},
+        {"method": "todo", "ratio": 0.5, "merge_mlp": True},
     ],
     ids=str,
 )
@@ -159,12 +160,14 @@ def test_same_seed_same_result_in_every_pass_and_batch(unet):
     assert np.abs(run(unet.apply_tome(ratio=0.5, use_rand=False)) - first).max() > 1e-4
 
 
-@pytest.mark.parametrize(("method", "adds"), [("todo", False), ("kv", True)])
-def test_cells_add_no_tokens(unet, method, adds, monkeypatch):
+@pytest.mark.parametrize(
+    ("ratio", "method", "adds"), [(0.75, "todo", False), (0.5, "todo", False), (0.75, "kv", True)]
+)
+def test_cells_add_no_tokens(unet, ratio, method, adds, monkeypatch):
     """A GPU adds in no fixed order: see docs/api.md."""
     added, add = [], paddle.scatter_nd_add
     monkeypatch.setattr(paddle, "scatter_nd_add", lambda *args: added.append(args[2]) or add(*args))
-    run(unet.apply_tome(ratio=0.75, method=method))
+    run(unet.apply_tome(ratio=ratio, method=method))
     assert bool(added) == adds
 
 

@@ -77,6 +77,7 @@ CALLS = {
         {"method": "kv", "proportional": True},
         {"method": "default", "window": 4, "proportional": True},
         {"method": "todo", "use_rand": True},
+        {"method": "todo", "ratio": 0.5},
         {"use_rand": False},
     ],
     ids=str,

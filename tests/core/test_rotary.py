@@ -42,6 +42,7 @@ SETTINGS = [
     {"proportional": False},
     {"merge_mlp": True, "merge_crossattn": True},
     {"method": "todo", "use_rand": True},
+    {"method": "todo", "ratio": 0.5},
     {"merge_attn": False, "merge_mlp": True, "window": 4},
     {"ratio": 0.05},  # a few keys merge, and no query
     {"ratio": 0.05, "merge_mlp": True, "merge_crossattn": True, "proportional": False},
@@ -292,6 +293,7 @@ def even_positions(model, inputs, first):
         {"method": "symmetric"},
         {"merge_mlp": True},
         {"method": "todo"},
+        {"method": "todo", "ratio": 0.5},
         {"ratio": 0.05},  # a few keys merge, and no query
     ],
     ids=str,

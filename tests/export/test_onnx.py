@@ -208,6 +208,7 @@ def check(traceable, tmp_path, converter, **dims):
         ({}, {"method": "tomesd", "use_rand": False}),
         ({}, {"ratio": 0.7, "method": "kv"}),
         ({}, {"method": "todo", "use_rand": True}),
+        ({}, {"method": "todo", "ratio": 0.5}),
         ({}, {**ONNX_SETTINGS, "merge_mlp": True, "merge_crossattn": True, "sx": 3}),
         ({**SDXL, **ONE_DEPTH}, {}),
     ],
