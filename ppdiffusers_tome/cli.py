@@ -7,11 +7,18 @@ from typing import TypeAlias
 
 from ._version import __version__
 from .commands import compare, export, generate, serve
-from .comparison.results import command_line
+from .comparison.results import PROGRAM, command_line
 from .errors import ToMeError
 
 Command: TypeAlias = Callable[[argparse._SubParsersAction], None]  # adds a command to the command line
 COMMANDS: tuple[Command, ...] = (compare.add, export.add, generate.add, serve.add)
+EXAMPLE = f"""\
+example:
+  {PROGRAM} compare --model examples/scenes_sd --size 256 --ratio 0.3 0.5
+  {PROGRAM} export --model examples/scenes_sd --ratio 0.5 0 --img2img --output build/scenes
+  {PROGRAM} serve --model build/scenes --open
+
+{PROGRAM} COMMAND --help lists the options of a command."""
 INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
 
 
@@ -48,7 +55,12 @@ def exit_status(run: Callable[[], int], remedy: str = "") -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m ppdiffusers_tome", description="Token merging for ppdiffusers.")
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Token merging for ppdiffusers.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True)
     for add in COMMANDS:

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import logging
 import os
 import pickle
 import re
@@ -27,6 +28,7 @@ from serving_support import LIMITS, OPENAI, TEXT, FakeEngine, serving, until
 
 from ppdiffusers_tome import ToMeConfigError, ToMeError, ToMeExportError
 from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.commands import serve as serve_command
 from ppdiffusers_tome.commands.serve import load_warm_engine, warm_up_jobs
 from ppdiffusers_tome.errors import install_command
 from ppdiffusers_tome.generation.engine import DETERMINISTIC, Engine, load_engine, scheduler_failure
@@ -336,7 +338,10 @@ def test_health_reports_an_export_that_was_replaced(exported_folder, tmp_path):
 
 
 def test_serve_in_its_own_process(exported_folder, tmp_path):
-    """Start, open the page, answer OpenAI's client, SIGTERM during a request: it is answered, the next refused."""
+    """Start, open the page, answer OpenAI's client, SIGTERM during a request: it is answered, the next refused.
+
+    The log says when it is ready, after the model is loaded, and what is at its address.
+    """
     command = [sys.executable, "-W", "ignore", "-m", "ppdiffusers_tome", "serve", "--model", str(exported_folder)]
     browser = tmp_path / "browser"
     browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/url\n')
@@ -353,8 +358,12 @@ def test_serve_in_its_own_process(exported_folder, tmp_path):
             if address := re.search(r"listening at (http://127\.0\.0\.1:\d+)", line):
                 break
         url = address[1]
+        ready = next(line for line in process.stderr if "ready: " in line)
+        assert f"ready: open {url}/ in a browser; {url}/openapi.json describes the API" in ready
+        assert httpx.get(f"{url}/ready", timeout=60).status_code == 200, "it was announced before"
+        with_key = {"headers": {"Authorization": "Bearer secret"}, "timeout": 60}
+        assert httpx.get(f"{url}/openapi.json", **with_key).status_code == 200
         threading.Thread(target=process.stderr.read, daemon=True).start()  # or the pipe would block the server
-        until(lambda: httpx.get(f"{url}/ready", timeout=60).status_code == 200, seconds=120)
         until(lambda: (tmp_path / "url").exists() and (tmp_path / "url").read_text() == f"{url}/\n")
         with openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as client:
             fields = {"seed": 3, "steps": 3, "guidance_scale": 2.0}
@@ -373,14 +382,13 @@ def test_serve_in_its_own_process(exported_folder, tmp_path):
             assert difference(engine.generate([job])[0].image, edited_image) <= 1
 
         answers = []
-        http = {"headers": {"Authorization": "Bearer secret"}, "timeout": 60}
 
         def ask(steps):
             body = {"prompt": "fox", "steps": steps, "size": "32x32"}
-            answers.append(httpx.post(url + OPENAI, json=body, **http).status_code)
+            answers.append(httpx.post(url + OPENAI, json=body, **with_key).status_code)
 
         def running():
-            return "ppdiffusers_tome_running_images 1.0" in httpx.get(f"{url}/metrics", **http).text
+            return "ppdiffusers_tome_running_images 1.0" in httpx.get(f"{url}/metrics", **with_key).text
 
         running_one = threading.Thread(target=ask, args=(100,))
         running_one.start()
@@ -398,6 +406,24 @@ def test_serve_in_its_own_process(exported_folder, tmp_path):
 
 
 POSITIVE_LIMITS = ("prompt", "images", "steps", "pixels", "body")
+
+
+@pytest.mark.parametrize("has_browser", [True, False])
+def test_open_says_so_if_there_is_no_browser(has_browser, monkeypatch, caplog):
+    opened = []
+    for name in ("uvicorn", "uvicorn.error"):  # a server of an earlier test has changed them
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    monkeypatch.setattr(serve_command.webbrowser, "open", lambda url: opened.append(url) or has_browser)
+    with caplog.at_level("INFO", logger=serve_command.logger.name):
+        serve_command.announce("http://127.0.0.1:8000/", has_page=True, opens=True)
+        until(lambda: opened and (has_browser or len(caplog.messages) == 2))
+    ready = "ready: open http://127.0.0.1:8000/ in a browser; http://127.0.0.1:8000/openapi.json describes the API"
+    warning = "--open: this machine has no browser: open http://127.0.0.1:8000/ in one that reaches it"
+    assert caplog.messages == [ready, *([] if has_browser else [warning])]
+    caplog.clear()
+    with caplog.at_level("INFO", logger=serve_command.logger.name):
+        serve_command.announce("http://127.0.0.1:8000/", has_page=False)
+    assert caplog.messages == ["ready: http://127.0.0.1:8000/openapi.json describes the API"]
 
 
 @pytest.mark.parametrize(

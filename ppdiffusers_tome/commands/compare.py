@@ -30,7 +30,15 @@ from ..generation.prompt_file import model_prompts
 from ..inference import Manifest, load_pipeline, read_manifest
 from ..inference.loading import load_for_export, model_defaults, pipeline_class, require_model_folder
 from ..inference.manifest import MANIFEST, Size, parse_size, ratio_name
-from .image_options import OWN, add_runtime_options, add_step_options, naming_options, runtime_settings, step_settings
+from .image_options import (
+    OWN,
+    add_command,
+    add_runtime_options,
+    add_step_options,
+    naming_options,
+    runtime_settings,
+    step_settings,
+)
 from .merge_options import add_merge_options, all_configs
 
 NOT_REACHED = 1  # exit status
@@ -49,20 +57,14 @@ of the figures for each size, and print the table: seconds per step, gain (plain
 that of the method), PSNR and SSIM against plain, and peak memory. Steps are timed in turn, plain and
 merged, so that a busy machine slows all of them down alike."""
 EXAMPLE = """\
-example:
   python -m ppdiffusers_tome compare --model examples/scenes_sd --size 256 \\
       --method default todo --goal 1.4x --save build/tome.json"""
 
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Add `compare` to the command line."""
-    command = commands.add_parser(
-        "compare",
-        help="compare plain and merged images and their times, and choose the settings that reach a goal",
-        description=DESCRIPTION,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = "compare plain and merged images and their times, and choose the settings that reach a goal"
+    command = add_command(commands, "compare", about, EXAMPLE, DESCRIPTION)
     option, default = command.add_argument, "(default: %(default)s)"
     option("--model", required=True, help="folder of a pipeline or hub name, or a folder that export wrote")
     option("--controlnet", metavar="DIR", help="a ControlNet, folder or hub name; an export has its own")
