@@ -430,7 +430,7 @@ def test_open_says_so_if_there_is_no_browser(has_browser, monkeypatch, caplog):
     ("options", "message"),
     [
         (["--size", "512"], "--size 512x512 was not exported: it must be one of 32x32, 48x32"),
-        (["--size", "32", "big"], "size='big' is not allowed: it must be WIDTHxHEIGHT"),
+        (["--size", "32", "big"], "error: --size big is not allowed: it must be WIDTHxHEIGHT"),
         *(([f"--max-{name}", "0"], f"--max-{name} 0 is not allowed: it must be pos") for name in POSITIVE_LIMITS),
         (["--steps", "0"], "--steps 0 is not allowed"),
         (["--max-steps", "10"], "--steps 20 is not allowed: --max-steps is 10. Lower the one or raise the other"),
@@ -453,11 +453,11 @@ def test_open_says_so_if_there_is_no_browser(has_browser, monkeypatch, caplog):
         (["--ray", "--min-replicas", "0"], "--min-replicas 0 is not allowed: it must be 1 or more"),
         (["--ray", "--replicas", "3", "--max-replicas", "2"], "--max-replicas 2 is not allowed: --replicas is 3."),
         (["--ray", "--min-replicas", "2", "--max-replicas", "1"], "not allowed: --min-replicas is 2. Raise the one"),
-        (["--device", "tpu"], "device='tpu' is not allowed"),
-        (["--device", "gpu:x"], "device='gpu:x' is not allowed"),
+        (["--device", "tpu"], "error: --device tpu is not allowed"),
+        (["--device", "gpu:x"], "error: --device gpu:x is not allowed"),
         (["--host", "a" * 100], "cannot listen on this address"),
-        (["--port", "99999"], "port=99999"),
-        (["--host", "192.0.2.1"], "host='192.0.2.1'"),
+        (["--port", "99999"], "--port 99999: cannot listen"),
+        (["--host", "192.0.2.1"], "error: --host 192.0.2.1, --port 8000: cannot listen"),
     ],
 )
 def test_options_that_are_not_allowed(exported_folder, options, message, capsys):
@@ -473,7 +473,7 @@ def test_port_in_use(exported_folder, ray, capsys):
         port = str(used.getsockname()[1])
         assert main(["serve", "--model", str(exported_folder), "--threads", "1", "--port", port, *ray]) == 2
     message = capsys.readouterr().err
-    assert f"port={port}" in message and message.endswith("Choose another --port, or 0 for a free one.\n")
+    assert f"--port {port}: cannot listen" in message and message.endswith("Choose another --port, or 0 for a free one.\n")
 
 
 def test_missing_packages_are_named_with_the_requirements_file(exported_folder, monkeypatch, capsys):

@@ -259,6 +259,10 @@ def _exported_configs(options: argparse.Namespace, manifest: Manifest, sizes: Se
     if 0 not in manifest.ratios:
         raise ToMeConfigError(f"{options.model} has no plain program: export it again with 0 in --ratio.")
     ratios = [ratio for ratio in manifest.ratios if ratio]
+    names = [ratio_name(ratio) for ratio in manifest.ratios]
+    for ratio in options.ratio or ():
+        if ratio_name(ratio) not in names:
+            raise ToMeConfigError(f"--ratio {ratio:g} was not exported, only {', '.join(names)}.")
     if options.ratio is not None:
         ratios = list(dict.fromkeys(manifest.exported(ratio) for ratio in options.ratio))
         if 0 in ratios:

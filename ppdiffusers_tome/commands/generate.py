@@ -82,7 +82,8 @@ def _defaults(manifest: Manifest, options: argparse.Namespace) -> tuple[Job, Lim
     Raises:
         ToMeConfigError: an option's value is not allowed, or was not exported.
     """
-    height, width = parse_size(options.size) if options.size else manifest.sizes[0]
+    with naming_options():
+        height, width = parse_size(options.size) if options.size else manifest.sizes[0]
     ratio = manifest.ratios[0] if options.ratio is None else options.ratio
     limits = Limits(manifest.sizes, manifest.ratios, prompt_characters=100_000, steps=1000, guidance_scale=100.0)
     settings = step_settings(options, read_defaults(options.model))

@@ -293,7 +293,8 @@ def limits_of(manifest: Manifest, options: argparse.Namespace) -> Limits:
     Raises:
         ToMeConfigError: a --size was not exported, or a limit is not allowed.
     """
-    sizes = tuple(parse_size(text) for text in options.size) if options.size else manifest.sizes
+    with naming_options():
+        sizes = tuple(parse_size(text) for text in options.size) if options.size else manifest.sizes
     for size in sizes:
         if size not in manifest.sizes:
             exported = ", ".join(map(str, manifest.sizes))
