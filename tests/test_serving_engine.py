@@ -473,7 +473,9 @@ def test_port_in_use(exported_folder, ray, capsys):
         port = str(used.getsockname()[1])
         assert main(["serve", "--model", str(exported_folder), "--threads", "1", "--port", port, *ray]) == 2
     message = capsys.readouterr().err
-    assert f"--port {port}: cannot listen" in message and message.endswith("Choose another --port, or 0 for a free one.\n")
+    assert f"--port {port}: cannot listen" in message and message.endswith(
+        "Choose another --port, or 0 for a free one.\n"
+    )
 
 
 def test_missing_packages_are_named_with_the_requirements_file(exported_folder, monkeypatch, capsys):
