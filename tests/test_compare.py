@@ -11,7 +11,6 @@ import ppdiffusers
 import pytest
 from conftest import EMOJI_SD, tiny_pipeline
 from paddle.base import core
-from paddlenlp.utils.log import logger
 from PIL import Image
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
@@ -28,15 +27,6 @@ from ppdiffusers_tome.inference import Size, load_pipeline, read_manifest
 
 SCENE = Scene(["a fox", "an owl"], size=Size(32, 32), steps=2, guidance_scale=2.0, seed=7)
 HALF, QUARTER = ToMeConfig(ratio=0.5), ToMeConfig(ratio=0.25)
-
-
-@pytest.fixture(autouse=True)
-def _logging():
-    """The command's changes of loggers and progress bars are undone."""
-    level = logger.logger.level
-    yield
-    logger.logger.setLevel(level)
-    ppdiffusers.utils.logging.enable_progress_bar()
 
 
 @pytest.fixture
