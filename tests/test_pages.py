@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import paddle
@@ -20,6 +21,8 @@ from ppdiffusers import StableDiffusionPipeline
 from serving_support import until
 
 from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.inference import export as export_module
+from ppdiffusers_tome.inference import tracing
 
 PAGES = ("README.md", "docs/usage.md", "docs/export.md", "docs/serve.md")
 SMALL = {"256": "32", "512": "32", "1024": "64"}  # px, because the model is tiny
@@ -139,6 +142,29 @@ class Reader:
 
 
 @pytest.fixture
+def traced_once(monkeypatch, tmp_path):
+    """A program of the same size and ratio is traced once, and copied into the exports that have it too."""
+    traced = {}
+
+    def save(traceable, planned, folder, target, *others):
+        key = planned.place, others[-1] is None  # the converter
+        if key not in traced:
+            file, copy = (
+                tracing.save(traceable, planned, folder, target, *others),
+                tmp_path / "traced" / str(len(traced)),
+            )
+            shutil.copytree(folder / target, copy)
+            traced[key] = file, copy
+            return file
+        file, copy = traced[key]
+        shutil.copytree(copy, folder / target)
+        names = {name: getattr(file, name) for name in ("program", "params", "onnx")}
+        return replace(file, **{name: path and f"{target}/{Path(path).name}" for name, path in names.items()})
+
+    monkeypatch.setattr(export_module, "save", save)
+
+
+@pytest.fixture
 def folder(monkeypatch, tmp_path):
     """The current folder: it has the examples, with a tiny model in place of the bundled one."""
     (tmp_path / "build").mkdir()
@@ -157,6 +183,7 @@ def folder(monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+@pytest.mark.usefixtures("traced_once")
 def test_a_reader_can_run_the_pages_one_after_the_other(folder):
     """Each export is written once, and what a page needs is in the export of the pages before it."""
     reader = Reader()
