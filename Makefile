@@ -3,6 +3,7 @@
 #   STACK=gpu     (Paddle 2.6.2 for CUDA 11.8, in .venv-gpu/; without a GPU it runs on the CPU)
 #   ARGS="..."    options for the program of the target, for instance: make test ARGS="-k merging"
 #   PYTHON=...    interpreter for new environments, instead of the first that fits
+#   VENV=...      another folder for the environment; make refuses one that it did not make and that has another Paddle
 STACK ?= paddle3
 ARGS ?=
 
@@ -44,8 +45,9 @@ help: ## list the targets
 
 # Stamp files: an environment is up to date until its lock file or the package's metadata change.
 $(VENV)/.installed: requirements/build.txt requirements/common.txt $(LOCK) setup.py ppdiffusers_tome/_version.py
+	@.ci/check_environment.sh $(VENV) $(LOCK) $(STACK)
 	@$(PY) -m pip --version >/dev/null 2>&1 || { $(PYTHON) $(RUNS) || { echo '$(NO_PYTHON)' >&2; exit 1; }; }
-	@$(PY) -m pip --version >/dev/null 2>&1 || { echo "creating $(VENV)/ with $(PYTHON): $(size.$(STACK)) GB, a few minutes"; $(PYTHON) -m venv --clear $(VENV); }
+	@$(PY) -m pip --version >/dev/null 2>&1 || { echo "creating $(VENV)/ with $(PYTHON): $(size.$(STACK)) GB, a few minutes"; $(PYTHON) -m venv --clear $(VENV) && touch $(VENV)/.made-by-make; }
 	$(INSTALL) -r requirements/build.txt
 	$(INSTALL) -r $(LOCK)
 	$(INSTALL) -e .

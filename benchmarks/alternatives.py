@@ -25,6 +25,7 @@ import paddle
 import pandas as pd
 from lab.arm import PLAIN, Arm
 from lab.cache import digest, model_files, sources
+from lab.command import square
 from lab.markdown import write_page
 from lab.plotting import (
     BLUE,
@@ -485,7 +486,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("mode", nargs="?", choices=("measure", "report"), default="measure")
     parser.add_argument("--model", default="examples/emoji_sd", help="folder of a pipeline (default: %(default)s)")
-    parser.add_argument("--size", type=int, help="px, height and width (default: the model's)")
+    parser.add_argument("--size", type=square, help="a square, 256 or 256x256, in px (default: the model's)")
     parser.add_argument("--count", type=int, default=8, help="images of each arm (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="of plain images (default: the model's)")
     parser.add_argument("--guidance-scale", type=float, help="(default: the model's)")

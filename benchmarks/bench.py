@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 
 from lab.arm import EAGER, PLAIN, Arm
-from lab.command import run_command
+from lab.command import run_command, square
 from lab.speed.architectures import ARCHITECTURES
 from lab.speed.cases import (
     BACKENDS,
@@ -68,7 +68,7 @@ def _add_options(bench: argparse.ArgumentParser) -> None:
     weights = "UNet with random weights" + DEFAULT
     model.add_argument("--architecture", choices=list(ARCHITECTURES), default="sd15", help=weights)
     option = group.add_argument
-    option("--size", type=int, nargs="+", default=[512], help="height and width of the images in px" + DEFAULT)
+    option("--size", type=square, nargs="+", default=[512], help="squares, 512 or 512x512, in px" + DEFAULT)
     option("--batch", type=int, nargs="+", default=[2], help="rows of the UNet" + DEFAULT)
     option("--ratio", type=float, nargs="+", default=[0.5], help="share of tokens to merge: 0.1 … 0.75" + DEFAULT)
     about = "ways to merge (default: that of apply_tome, with fixed dst), at each --ratio or at their own"

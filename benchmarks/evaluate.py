@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lab.command import run_command
+from lab.command import run_command, square
 from lab.quality.evaluation import evaluate
 from lab.quality.image_generation import load_model
 from lab.quality.image_sets import RATIOS, Evaluation, list_arms, prompts_of, with_seeds
@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     prompts = "the model's prompts.txt, or a few general ones"
     option("--prompts", type=Path, help=f".txt or .jsonl (default: {prompts})")
     option("--count", type=int, default=256, help=f"images of each arm; prompts repeat with other seeds {default}")
-    option("--size", type=int, help=f"px, height and width {MODEL_DEFAULT_HELP}")
+    option("--size", type=square, help=f"a square, 256 or 256x256, in px {MODEL_DEFAULT_HELP}")
     add_step_options(parser, MODEL_DEFAULT_HELP)
     option("--ratio", type=float, nargs="+", default=list(RATIOS), help=f"shares of tokens to merge {default}")
     add_merge_options(parser, "other ways to merge, at each --ratio or at their own")

@@ -24,3 +24,4 @@ pipe.apply_tome(
 paddle.seed(0)
 image = pipe("a flat drawing of penguin", image=condition, num_inference_steps=10, guidance_scale=2.0).images[0]
 image.save("controlnet.png")
+print("wrote controlnet.png")

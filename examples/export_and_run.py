@@ -21,3 +21,4 @@ exported = load_pipeline(FOLDER)
 paddle.seed(0)
 settings = {"height": 128, "width": 128, "num_inference_steps": 20, "guidance_scale": 2.0}
 exported("a 3d render of fox", **settings).images[0].save("export_and_run.png")
+print("wrote export_and_run.png")

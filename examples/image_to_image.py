@@ -16,3 +16,4 @@ pipe.apply_tome(ratio=0.5)
 paddle.seed(0)
 settings = {"strength": 0.6, "num_inference_steps": 10, "guidance_scale": 2.0}
 pipe("a 3d render of wolf", image=fox, **settings).images[0].save("image_to_image.png")
+print("wrote image_to_image.png")

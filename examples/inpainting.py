@@ -18,3 +18,4 @@ pipe.apply_tome(ratio=0.5)
 paddle.seed(0)
 settings = {"height": image.height, "width": image.width, "num_inference_steps": 10, "guidance_scale": 2.0}
 pipe("a 3d render of panda", image=image, mask_image=mask, **settings).images[0].save("inpainting.png")
+print("wrote inpainting.png")

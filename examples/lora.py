@@ -20,3 +20,4 @@ pipe.apply_tome(ratio=0.5)
 paddle.seed(0)
 settings = {"num_inference_steps": 10, "guidance_scale": 2.0, "cross_attention_kwargs": {"scale": 1.0}}
 pipe("a 3d render of fox", **settings).images[0].save("lora.png")
+print("wrote lora.png")

@@ -55,3 +55,4 @@ for t in reversed(range(ddim["steps_offset"], ddim["num_train_timesteps"], strid
 pixels = decoder.run(None, {"latent_sample": latents / np.float32(vae["scaling_factor"])})[0][0]
 image = np.clip(127.5 * pixels + 127.5, 0, 255).round().astype("uint8").transpose(1, 2, 0)
 Image.fromarray(image).save("onnx_without_paddle.png")
+print("wrote onnx_without_paddle.png")

@@ -18,4 +18,5 @@ pipe.apply_tome(ratio=0.5)  # image tokens merge, text tokens do not
 paddle.seed(0)
 image = pipe("a photo of an owl on a branch", num_inference_steps=4).images[0]
 image.save("sd3.png")
+print("wrote sd3.png")
 print(pipe.tome_summary())

@@ -14,4 +14,5 @@ pipe.apply_tome(ratio=0.5)  # SDXL has no attention at level 1, so it merges at 
 paddle.seed(0)
 image = pipe("a photo of an owl on a branch", num_inference_steps=4).images[0]
 image.save("sdxl.png")
+print("wrote sdxl.png")
 print(pipe.tome_summary())

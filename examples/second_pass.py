@@ -21,3 +21,4 @@ small = pipe(PROMPT, height=SIZE, width=SIZE, **SETTINGS).images[0]
 large = small.resize((2 * SIZE, 2 * SIZE))
 with second_pipe.tome(ratio=0.5):  # merging is off again after this block
     second_pipe(PROMPT, image=large, strength=0.3, **SETTINGS).images[0].save("second_pass.png")
+print("wrote second_pass.png")

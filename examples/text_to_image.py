@@ -14,6 +14,7 @@ pipe.apply_tome(ratio=0.5)  # merges 21 % of the queries and 69 % of the keys an
 paddle.seed(0)
 image = pipe("a 3d render of fox on red bricks", num_inference_steps=10, guidance_scale=3.0).images[0]
 image.save("text_to_image.png")
+print("wrote text_to_image.png")
 print(pipe.tome_summary())  # what merges, and what it saves
 
 pipe.remove_tome()  # outputs are bit-identical to the plain pipeline's again

@@ -16,3 +16,4 @@ pipe.apply_tome(ratio=0.5)  # attention over the pixels of a frame merges, atten
 paddle.seed(0)
 frames = pipe("an owl flies over a lake", num_frames=4, num_inference_steps=4, output_type="np").frames
 export_to_gif([np.uint8(255 * frame) for frame in frames], "video.gif")
+print("wrote video.gif")

@@ -4,7 +4,7 @@ python -m ppdiffusers_tome export --model examples/scenes_sd --size 256 --ratio 
     --format openvino --output build/scenes_genai
 pip install openvino-genai pillow "openvino-tokenizers[transformers]"  # on the machine without Paddle
 convert_tokenizer build/scenes_genai/tokenizer --output build/scenes_genai/tokenizer
-python examples/with_openvino_genai.py build/scenes_genai "a photo of an owl" owl.png
+python examples/with_openvino_genai.py build/scenes_genai "a 3d render of fox on red bricks" fox.png
 """
 
 import json
@@ -20,5 +20,7 @@ folder, prompt, output = sys.argv[1:]
 size = json.loads((Path(folder) / "model_index.json").read_text())["_ppdiffusers_tome"]["size"]  # the only one
 width, height = map(int, size.split("x"))
 pipe = openvino_genai.Text2ImagePipeline(folder, "CPU")
-image = pipe.generate(prompt, height=height, width=width, num_inference_steps=20).data[0]
+# Steps and guidance of scenes_sd. Stable Diffusion: guidance_scale=7.5
+image = pipe.generate(prompt, height=height, width=width, num_inference_steps=20, guidance_scale=3.0).data[0]
 Image.fromarray(image).save(output)
+print(f"wrote {output}")

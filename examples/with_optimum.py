@@ -3,7 +3,7 @@
 python -m ppdiffusers_tome export --model examples/scenes_sd --size 256 --ratio 0.5 --layout diffusers \
     --for onnxruntime --output build/scenes_onnx
 pip install optimum-onnx onnxruntime                                   # on the machine without Paddle
-python examples/with_optimum.py build/scenes_onnx "a photo of an owl" owl.png
+python examples/with_optimum.py build/scenes_onnx "a 3d render of fox on red bricks" fox.png
 """
 
 import json
@@ -18,4 +18,6 @@ folder, prompt, output = sys.argv[1:]
 size = json.loads((Path(folder) / "model_index.json").read_text())["_ppdiffusers_tome"]["size"]  # the only one
 width, height = map(int, size.split("x"))
 pipe = ORTDiffusionPipeline.from_pretrained(folder)
-pipe(prompt, height=height, width=width, num_inference_steps=20).images[0].save(output)
+# Steps and guidance of scenes_sd. Stable Diffusion: guidance_scale=7.5
+pipe(prompt, height=height, width=width, num_inference_steps=20, guidance_scale=3.0).images[0].save(output)
+print(f"wrote {output}")

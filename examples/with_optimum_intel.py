@@ -3,7 +3,7 @@
 python -m ppdiffusers_tome export --model examples/scenes_sd --size 256 --ratio 0.5 --layout diffusers \
     --output build/scenes_openvino
 pip install optimum-intel[openvino]                                    # on the machine without Paddle
-python examples/with_optimum_intel.py build/scenes_openvino "a photo of an owl" owl.png
+python examples/with_optimum_intel.py build/scenes_openvino "a 3d render of fox on red bricks" fox.png
 """
 
 import sys
@@ -16,4 +16,6 @@ if len(sys.argv) != 4:
 folder, prompt, output = sys.argv[1:]
 from_onnx = (Path(folder) / "unet" / "model.onnx").exists()  # or --format openvino
 pipe = OVDiffusionPipeline.from_pretrained(folder, from_onnx=from_onnx, dynamic_shapes=False)
-pipe(prompt, num_inference_steps=20).images[0].save(output)
+# Steps and guidance of scenes_sd. Stable Diffusion: guidance_scale=7.5
+pipe(prompt, num_inference_steps=20, guidance_scale=3.0).images[0].save(output)
+print(f"wrote {output}")

@@ -1,17 +1,27 @@
 """`python -m ppdiffusers_tome`: the command line. It only dispatches to `commands`."""
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from ._version import __version__
 from .commands import compare, export, generate, serve
-from .comparison.results import command_line
+from .comparison.results import PROGRAM, command_line
 from .errors import ToMeError
 
 Command: TypeAlias = Callable[[argparse._SubParsersAction], None]  # adds a command to the command line
 COMMANDS: tuple[Command, ...] = (compare.add, export.add, generate.add, serve.add)
+EXAMPLE = f"""\
+example:
+  {PROGRAM} compare --model examples/scenes_sd --size 256 --ratio 0.3 0.5
+  {PROGRAM} export --model examples/scenes_sd --ratio 0.5 0 --img2img --output build/scenes
+  {PROGRAM} serve --model build/scenes --open
+
+{PROGRAM} COMMAND --help lists the options of a command."""
+# Arguments in Python whose option has the same name, and their values, as messages of the package write them.
+ARGUMENT = re.compile(r"""\b(device|host|max_programs|port|precision|runtime)=(['"]?)([^\s,'"]+)\2(?=[\s,.:])""")
 INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
 
 
@@ -32,12 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def exit_status(run: Callable[[], int], remedy: str = "") -> int:
     """What `run` returns; 2 for an invalid argument, 1 for a file that cannot be used, 130 after Ctrl-C.
 
-    Errors are one line on stderr. `remedy` is what a user can do after Ctrl-C.
+    Errors are one line on stderr, which names options of the command line. `remedy` is what a user can do after
+    Ctrl-C.
     """
     try:
         return run()
     except ToMeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_with_options(str(error))}", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -47,8 +58,18 @@ def exit_status(run: Callable[[], int], remedy: str = "") -> int:
         return INTERRUPTED
 
 
+def _with_options(message: str) -> str:
+    """A message with "--device gpu" in place of "device='gpu'", and so on."""
+    return ARGUMENT.sub(lambda match: f"--{match[1].replace('_', '-')} {match[3]}", message)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m ppdiffusers_tome", description="Token merging for ppdiffusers.")
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Token merging for ppdiffusers.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True)
     for add in COMMANDS:

@@ -18,11 +18,13 @@ import cuda_attention  # noqa: F401 - before ppdiffusers, which looks for a GPU 
 import numpy as np
 import onnx
 import paddle
+import ppdiffusers
 import pytest
 from filelock import FileLock
 from lab.speed import runner
 from lab.speed.worker import measure_case
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from paddlenlp.utils.log import logger
 from ppdiffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 from ppdiffusers.models.attention_processor import AttnProcessor
 from zoo.parts import ONE_LEVEL, SDXL, stable_diffusion
@@ -48,6 +50,15 @@ TEXT = 7  # text tokens of the tiny models' inputs
 MIN_THREADS, tracing.MIN_THREADS = tracing.MIN_THREADS, 1
 
 ONNX_SETTINGS = {"proportional": True, "window": 4}  # of `onnx_folder`
+
+
+@pytest.fixture(autouse=True)
+def _logging():
+    """Changes of loggers and progress bars by commands are undone."""
+    level = logger.logger.level
+    yield
+    logger.logger.setLevel(level)
+    ppdiffusers.utils.logging.enable_progress_bar()
 
 
 @pytest.fixture(scope="module", autouse=True)

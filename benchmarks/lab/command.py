@@ -1,4 +1,4 @@
-"""Runs the command lines of `bench.py` and `evaluate.py`."""
+"""The command lines of `bench.py` and `evaluate.py`."""
 
 import argparse
 from collections.abc import Sequence
@@ -15,3 +15,16 @@ def run_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> in
     options = parser.parse_args(arguments)
     remedy = "" if options.what else f": continue with {command_line(arguments, parser.prog)}"
     return exit_status(lambda: options.run(options, arguments), remedy)
+
+
+def square(text: str) -> int:
+    """The side of a square in px, of "512" or "512x512": the type of --size, because benchmarks measure squares.
+
+    Raises:
+        ValueError: the text is no size.
+        argparse.ArgumentTypeError: the size is no square.
+    """
+    width, _, height = text.lower().partition("x")
+    if height and int(height) != int(width):
+        raise argparse.ArgumentTypeError(f"{text} is not a square, and only squares are measured")
+    return int(width)

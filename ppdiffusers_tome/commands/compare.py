@@ -32,6 +32,7 @@ from ..serving.png import upright_rgb
 from ..serving.prompt_file import model_prompts
 from .image_options import (
     MODEL_DEFAULT_HELP,
+    add_command,
     add_runtime_options,
     add_step_options,
     naming_options,
@@ -56,20 +57,14 @@ of the figures for each size, and print the table: seconds per step, gain (plain
 that of the method), PSNR and SSIM against plain, and peak memory. Steps are timed in turn, plain and
 merged, so that a busy machine slows all of them down alike."""
 EXAMPLE = """\
-example:
   python -m ppdiffusers_tome compare --model examples/scenes_sd --size 256 \\
       --method default todo --goal 1.4x --save build/tome.json"""
 
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Add `compare` to the command line."""
-    command = commands.add_parser(
-        "compare",
-        help="compare plain and merged images and their times, and choose the settings that reach a goal",
-        description=DESCRIPTION,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = "compare plain and merged images and their times, and choose the settings that reach a goal"
+    command = add_command(commands, "compare", about, EXAMPLE, DESCRIPTION)
     option, default = command.add_argument, "(default: %(default)s)"
     option("--model", required=True, help="folder of a pipeline or hub name, or a folder that export wrote")
     option("--controlnet", metavar="DIR", help="a ControlNet, folder or hub name; an export has its own")
@@ -264,6 +259,10 @@ def _exported_configs(options: argparse.Namespace, manifest: Manifest, sizes: Se
     if 0 not in manifest.ratios:
         raise ToMeConfigError(f"{options.model} has no plain program: export it again with 0 in --ratio.")
     ratios = [ratio for ratio in manifest.ratios if ratio]
+    names = [ratio_name(ratio) for ratio in manifest.ratios]
+    for ratio in options.ratio or ():
+        if ratio_name(ratio) not in names:
+            raise ToMeConfigError(f"--ratio {ratio:g} was not exported, only {', '.join(names)}.")
     if options.ratio is not None:
         ratios = list(dict.fromkeys(manifest.exported(ratio) for ratio in options.ratio))
         if 0 in ratios:

@@ -4,19 +4,29 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import paddle
+import ppdiffusers
+from paddlenlp.utils.log import logger
+
+from ..comparison.results import command_line
 from ..config import ToMeConfig
 from ..export.arguments import EXPORT_FORMATS, check_arguments, default_format
 from ..export.diffusers_layout import LAYOUTS, RUNTIMES, choose_layout
 from ..export.export import write_export
 from ..export.loading import load_for_export
 from ..run.manifest import Manifest, parse_size, ratio_name
-from .image_options import naming_options
+from ..serving.prompt_file import PROMPTS
+from .image_options import add_command, naming_options
 from .merge_options import add_merge_options, add_removed_options, merge_configs
+
+EXAMPLE = """\
+  python -m ppdiffusers_tome export --model examples/scenes_sd --ratio 0.5 0 \\
+      --img2img --output build/scenes"""
 
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Add `export` to the command line."""
-    export = commands.add_parser("export", help="write a pipeline with token merging as programs")
+    export = add_command(commands, "export", "write a pipeline with token merging as programs", EXAMPLE)
     option = export.add_argument
     option("--model", required=True, help="ppdiffusers folder or hub name")
     option("--output", type=Path, required=True, help="folder to write")
@@ -57,7 +67,11 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     configs = merge_configs(options)
     with naming_options(runtime="--for", controlnet="--controlnet-ratio", ratios="--ratio", sizes="--size"):
         manifest = _write(options, configs)
-    print(_describe(manifest, options.output, options.layout != LAYOUTS[0]))
+    is_layout = options.layout != LAYOUTS[0]
+    print(_describe(manifest, options.output, is_layout))
+    print(
+        f"{options.output / 'README.md'} has the lines that load it" if is_layout else _next_steps(manifest, options)
+    )
     return 0
 
 
@@ -75,6 +89,8 @@ def _write(options: argparse.Namespace, configs: Sequence[ToMeConfig]) -> Manife
         format=format,
         layout=layout,
     )
+    logger.set_level("WARNING")
+    ppdiffusers.utils.logging.disable_progress_bar()
     pipe = load_for_export(options.model, options.controlnet, safety_checker=not options.no_safety_checker)
     return write_export(
         pipe,
@@ -101,7 +117,26 @@ def _describe(manifest: Manifest, folder: Path, is_layout: bool) -> str:
     sizes = ", ".join(map(str, manifest.sizes))
     ratios = ", ".join(map(ratio_name, manifest.ratios))
     megabytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
-    methods = dict.fromkeys(filter(None, manifest.methods.values()))
+    methods = [f"merging: {method}" for method in dict.fromkeys(filter(None, manifest.methods.values()))]
     summary = f"wrote {folder}: {manifest.pipeline}, sizes {sizes}, ratios {ratios}, {megabytes:.0f} MB"
-    how = [f"{folder / 'README.md'} has the lines that load it"] if is_layout else []
-    return "\n".join([*lines, *methods, summary, *how])
+    return "\n".join([*lines, *methods, summary])
+
+
+def _next_steps(manifest: Manifest, options: argparse.Namespace) -> str:
+    """What a user can do with the exported folder."""
+    device = ["--device", "gpu"] if manifest.formats == ("paddle",) and paddle.is_compiled_with_cuda() else []
+    model, steps = ["--model", str(options.output), *device], []
+    if _can_serve(manifest):
+        own = Path(options.model) / PROMPTS
+        files = ["--prompts", str(own if own.is_file() else PROMPTS), "--output", "outputs"]
+        prompts = "" if own.is_file() else f"   # {PROMPTS}: a prompt per line"
+        steps += [command_line(["serve", *model, "--open"]), command_line(["generate", *model, *files]) + prompts]
+    arguments = [repr(str(options.output)), *(['device="gpu"'] if device else [])]
+    steps.append(f"ppdiffusers_tome.inference.load_pipeline({', '.join(arguments)})   # in your own code")
+    return "\n  ".join(["Next:", *steps])
+
+
+def _can_serve(manifest: Manifest) -> bool:
+    """Whether `serve` and `generate` take an export: those that need an image in each call are refused."""
+    is_refiner = "XL" in manifest.pipeline and not manifest.programs_of("text_encoder")
+    return not (manifest.controlnet or is_refiner or "Inpaint" in manifest.pipeline)

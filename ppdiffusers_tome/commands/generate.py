@@ -15,6 +15,7 @@ from ..serving.jobs import Job, Limits
 from ..serving.offline import generate, model_hash
 from ..serving.prompt_file import read_prompts
 from .image_options import (
+    add_command,
     add_runtime_options,
     add_step_options,
     add_worker_options,
@@ -26,11 +27,16 @@ from .image_options import (
     threads_per_process,
 )
 
+EXAMPLE = """\
+  python -m ppdiffusers_tome generate --model build/scenes \\
+      --prompts examples/scenes_sd/prompts.txt --output build/images
+  # build/scenes: the example of export --help"""
+
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Add `generate` to the command line."""
     about = "generate an image for each prompt of a file; run it again to resume"
-    command = commands.add_parser("generate", help=about)
+    command = add_command(commands, "generate", about, EXAMPLE)
     option = command.add_argument
     option("--prompts", type=Path, required=True, help=".txt: a prompt per line; .jsonl: a JSON object per line")
     option("--output", type=Path, required=True, help="folder for the images")
@@ -55,8 +61,10 @@ def _generate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     check_runtime(manifest, options)
     defaults, limits = _defaults(manifest, options)
     ratio = defaults.ratio
-    print(f"{manifest.name}, ratio {ratio:g}" + (f": {manifest.methods[ratio]}" if manifest.methods[ratio] else ""))
     prompts = read_prompts(options.prompts, defaults, limits)
+    merging = f": {manifest.methods[ratio]}" if manifest.methods[ratio] else ""
+    print(f"{manifest.name}, ratio {ratio:g}{merging}, {defaults.steps} steps")
+    print(f"{len(prompts)} images, to {options.output}; those that are already there stay", flush=True)
     with open_image_backend(options, gpu=is_gpu(options.device)) as make_backend:
         settings = runtime_settings(manifest, options)
         backend = make_backend(partial(load_engine, model, expected=manifest, threads=load_threads, **settings))
@@ -74,7 +82,8 @@ def _defaults(manifest: Manifest, options: argparse.Namespace) -> tuple[Job, Lim
     Raises:
         ToMeConfigError: an option's value is not allowed, or was not exported.
     """
-    height, width = parse_size(options.size) if options.size else manifest.sizes[0]
+    with naming_options():
+        height, width = parse_size(options.size) if options.size else manifest.sizes[0]
     ratio = manifest.ratios[0] if options.ratio is None else options.ratio
     limits = Limits(manifest.sizes, manifest.ratios, prompt_characters=100_000, steps=1000, guidance_scale=100.0)
     settings = step_settings(options, read_defaults(options.model))

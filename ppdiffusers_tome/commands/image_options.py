@@ -19,6 +19,25 @@ Options: TypeAlias = argparse.ArgumentParser | argparse._ArgumentGroup
 DEFAULTS = ModelDefaults(steps=Job.steps, guidance_scale=Job.guidance_scale)  # for models without their own
 
 
+def add_command(
+    commands: argparse._SubParsersAction, name: str, about: str, example: str, description: str | None = None
+) -> argparse.ArgumentParser:
+    """Add a command whose help ends with an example.
+
+    Args:
+        about: what it does, in a line of the list of commands.
+        example: command lines, indented.
+        description: more than `about`, for the command's own help.
+    """
+    return commands.add_parser(
+        name,
+        help=about,
+        description=description or about[0].upper() + about[1:] + ".",
+        epilog=f"example:\n{example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def add_step_options(group: Options, default: str = "(default: the model's own, or {})") -> None:
     """Add the options that `step_settings` reads."""
     group.add_argument("--steps", type=int, help=f"denoising steps {default.format(DEFAULTS.steps)}")

@@ -1,6 +1,7 @@
 """`serve`: serve an exported model over HTTP."""
 
 import argparse
+import logging
 import os
 import sys
 import webbrowser
@@ -22,6 +23,7 @@ from ..run.runtime import is_gpu
 from ..serving.app_config import KEY_VARIABLE, LOCAL_HOSTS, AppConfig, dns_name
 from ..serving.jobs import Job, Limits
 from .image_options import (
+    add_command,
     add_runtime_options,
     add_step_options,
     check_runtime,
@@ -31,18 +33,25 @@ from .image_options import (
     step_settings,
 )
 
+logger = logging.getLogger("uvicorn.error")  # that of the server, which writes "listening at"
+
 if TYPE_CHECKING:
     from ..serving.engine import Engine
     from ..serving.queue import ImageQueue
 
+DESCRIPTION = f"""\
+Serve an exported model over HTTP, for clients of OpenAI and of stable-diffusion-webui, with a page for
+browsers. If the environment variable {KEY_VARIABLE} is set, clients must send its value
+as their API key."""
+EXAMPLE = """\
+  python -m ppdiffusers_tome serve --model build/scenes --port 8000 --open
+  # build/scenes: the example of export --help"""
+
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Add `serve` to the command line."""
-    serve = commands.add_parser(
-        "serve",
-        help="serve an exported model over HTTP, for clients of OpenAI and of stable-diffusion-webui",
-        description=f"Clients must send the API key in the environment variable {KEY_VARIABLE}, if it is set.",
-    )
+    about = "serve an exported model over HTTP, for clients of OpenAI and of stable-diffusion-webui"
+    serve = add_command(commands, "serve", about, EXAMPLE, DESCRIPTION)
     option = serve.add_argument
     default = "(default: %(default)s)"
     option("--model", type=Path, required=True, help="folder written by the command export")
@@ -96,7 +105,7 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     queue = _make_queue(lambda: load_engine(lambda: queue.is_closed), manifest.name, limits, options)
     with _open_engines(load, options) as load_engine:
         app = create_app(queue, config)
-        on_ready = open_page if options.open else None
+        on_ready = partial(announce, has_page=config.page, opens=options.open)
         serve(queue, app, options.host, options.port, config.request_seconds, on_ready, config.keep_alive_seconds)
     return 0
 
@@ -175,9 +184,21 @@ def _make_queue(load: "Callable[[], Engine]", name: str, limits: Limits, options
         )
 
 
-def open_page(url: str) -> None:
-    """Open the page in the user's browser, in a thread, because some browsers run until they are closed."""
-    Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+def announce(url: str, has_page: bool = True, opens: bool = False) -> None:
+    """Log that the server is ready and what is at its address, and open the page in a browser if it should be.
+
+    Args:
+        url: the address for a browser on this machine.
+    """
+    page = f"open {url} in a browser; " if has_page else ""
+    logger.info("ready: %s%sopenapi.json describes the API", page, url)
+    if opens:  # in a thread, because some browsers run until they are closed
+        Thread(target=_open_page, args=(url,), daemon=True).start()
+
+
+def _open_page(url: str) -> None:
+    if not webbrowser.open(url):
+        logger.warning("--open: this machine has no browser: open %s in one that reaches it", url)
 
 
 def load_warm_engine(
@@ -272,7 +293,8 @@ def limits_of(manifest: Manifest, options: argparse.Namespace) -> Limits:
     Raises:
         ToMeConfigError: a --size was not exported, or a limit is not allowed.
     """
-    sizes = tuple(parse_size(text) for text in options.size) if options.size else manifest.sizes
+    with naming_options():
+        sizes = tuple(parse_size(text) for text in options.size) if options.size else manifest.sizes
     for size in sizes:
         if size not in manifest.sizes:
             exported = ", ".join(map(str, manifest.sizes))

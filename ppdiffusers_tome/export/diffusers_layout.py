@@ -20,6 +20,7 @@ from .._version import __version__
 from ..config import ToMeConfig
 from ..errors import ParameterError, ToMeExportError
 from ..families.models import vae_factor
+from ..run.defaults import ModelDefaults, read_defaults
 from ..run.manifest import TEXT_ENCODERS, Configs, ProgramFile, Size, ratio_name
 from ..run.onnx_weights import external_places, set_places
 from ..run.runtime import load_module
@@ -430,16 +431,21 @@ def _readme(layout: DiffusersLayout, pipe: DiffusionPipeline, about: Mapping[str
     sides = f"height={height}, width={width}"
     arguments = {"Img2Img": "image=image", "Inpaint": f"image=image, mask_image=mask, {sides}"}
     merged = f"Token merging is part of the UNet: ratio {ratio}, {about['method']}."
+    model = pipe.config.get("_name_or_path")  # None of a pipeline that was made in Python
+    own = read_defaults(Path(model)) if model else ModelDefaults()
+    settings = {"num_inference_steps": own.steps, "guidance_scale": own.guidance_scale}
     template = Path(__file__).with_name(f"readme_{layout.format}.md").read_text(encoding="utf-8")
     return Template(template).substitute(
-        name=Path(pipe.config.get("_name_or_path") or class_name).name,
+        name=Path(model or class_name).name,
         class_name=class_name,
         version=about["version"],
         width=width,
         height=height,
         merging=merged if about["ratio"] else "Nothing merges in the UNet: it is plain.",
         runtime=layout.runtime,
+        prompt=json.dumps(next(iter(own.prompts), "a prompt"), ensure_ascii=False),
         arguments=next((given for kind, given in arguments.items() if kind in class_name), sides),
+        settings="".join(f", {name}={value}" for name, value in settings.items() if value is not None),
     )
 
 

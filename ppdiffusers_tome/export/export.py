@@ -4,6 +4,7 @@ import filecmp
 import inspect
 import json
 import shutil
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 import paddle
 import ppdiffusers
 from ppdiffusers import DiffusionPipeline
-from tqdm.auto import tqdm
 
 from .._version import __version__
 from ..attach.attach import attach, detach
@@ -105,7 +105,7 @@ def export_pipeline(
             runs them too) or "onnxruntime" (faster there; OpenVINO cannot load them).
         overwrite: replace an earlier export in folder, once the new one is complete.
         for_gpu: merge by operations that are fast on a GPU and slow on a CPU.
-        progress: show a progress bar.
+        progress: print a line to stderr before each program is written, which takes seconds to minutes.
         settings: as in `apply_tome`: method, max_downsample, sx, sy, use_rand, seed, window, proportional,
             merge_attn, merge_crossattn, merge_mlp, min_tokens.
 
@@ -175,7 +175,9 @@ def write_export(
         export = partial if layout is None else partial / "export"
         states = layout is not None
         writer = _Writer(pipe, merging, sizes[0], export, EXPORT_FORMATS[format], converter, states)
-        for target, file in tqdm(planned.items(), desc="export", unit="program", disable=not progress):
+        for number, (target, file) in enumerate(planned.items(), 1):
+            if progress:
+                print(f"exporting {file.label} ({number} of {len(planned)}) …", file=sys.stderr, flush=True)
             writer.write(file, target)
         copy_parts(pipe, export, image_to_image)
         manifest = Manifest(

@@ -99,8 +99,9 @@ class ProgramFile:
 
     @property
     def label(self) -> str:
-        """The program's name in messages."""
-        return f"{self.model} at {self.size}" if self.size else self.model
+        """The program's name in messages: "unet 256x256, ratio 0.5"."""
+        size = [] if self.size is None else [str(self.size)]
+        return " ".join([self.model, *size]) + ("" if self.ratio is None else f", ratio {ratio_name(self.ratio)}")
 
     @property
     def name(self) -> str:

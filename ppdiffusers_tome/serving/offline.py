@@ -4,6 +4,8 @@ import fcntl
 import hashlib
 import json
 import os
+import sys
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ from .png import encode_png
 from .prompt_file import Prompt
 
 LOCK = ".ppdiffusers_tome.lock"
+REPORTS = 20  # lines about the progress of a run, outside of a terminal
 PNG_START, PNG_END = b"\x89PNG\r\n\x1a\n", b"\0\0\0\0IEND\xaeB`\x82"
 
 
@@ -78,10 +81,7 @@ def generate(prompts: Sequence[Prompt], identity: str, output: Path, batch: int,
         # image is repeated: a resumed run writes the same bytes as an uninterrupted one.
         batches = [members for members in split(prompts, batch) if not missing.isdisjoint(members)]
         # The backend is closed as soon as an image cannot be written, so that its workers end before Ray does.
-        with (
-            closing(backend(batches)) as results,
-            tqdm(total=len(prompts), initial=summary.skipped, unit="image", disable=None) as bar,
-        ):
+        with closing(backend(batches)) as results, _progress(len(prompts), summary.skipped) as advance:
             for prompt, result in results:
                 if prompt not in missing:
                     continue
@@ -90,8 +90,34 @@ def generate(prompts: Sequence[Prompt], identity: str, output: Path, batch: int,
                 else:
                     _write(paths[prompt], result)
                     summary.made += 1
-                bar.update()
+                advance()
     return summary
+
+
+@contextmanager
+def _progress(total: int, done: int) -> Iterator[Callable[[], None]]:
+    """A function to call after each image: it moves a bar in a terminal, and prints about REPORTS lines elsewhere.
+
+    Args:
+        total: images of the run.
+        done: those that are already there.
+    """
+    if sys.stderr.isatty():
+        with tqdm(total=total, initial=done, unit="image") as bar:
+            yield lambda: bar.update() and None
+        return
+    start, made, every = time.monotonic(), 0, max(1, (total - done) // REPORTS)
+
+    def advance() -> None:
+        nonlocal made
+        made += 1
+        if made % every == 0 or done + made == total:
+            elapsed = time.monotonic() - start
+            left = tqdm.format_interval(elapsed / made * (total - done - made))
+            line = f"{done + made} of {total} images, {tqdm.format_interval(elapsed)} so far, about {left} left"
+            print(line, file=sys.stderr, flush=True)
+
+    yield advance
 
 
 def split(prompts: Sequence[Prompt], batch: int) -> list[list[Prompt]]:

@@ -57,7 +57,7 @@ def serve(
     listener = listen(host, port)
     if on_ready is not None:
         server.on_ready = partial(on_ready, url_of(host, listener.getsockname()[1]))
-    logger.info("listening at http://%s:%d", *listener.getsockname()[:2])
+    logger.info("listening at http://%s:%d and loading the model", *listener.getsockname()[:2])
     queue.start()
     try:
         server.run(sockets=[listener])

@@ -178,7 +178,7 @@ def test_what_is_not_given_is_the_models_own(model, tmp_path, planned, capsys):
     assert command() == 2
     (folder / "prompts.txt").unlink()
     defaults.write_text('{"steps": 3, "guidance_scale": 1.5}')
-    assert command() == command("--steps", "4", "--guidance-scale", "0", "--size", "64") == 2
+    assert command() == command("--steps", "4", "--guidance-scale", "0", "--size", "64x64") == 2
     assert [(run.size, run.steps, run.guidance_scale, run.prompts[0][0]) for run, *_ in planned] == [
         (32, 50, 7.5, "a fox"),  # 50 and 7.5 are StableDiffusionPipeline's
         (32, 3, 1.5, "a photo of an owl on a branch"),

@@ -79,6 +79,16 @@ def test_bad_option_is_an_error_of_one_line_before_anything_is_measured(options,
     assert not list(tmp_path.iterdir())
 
 
+def test_sizes_are_squares(tmp_path, monkeypatch, capsys):
+    measured = []
+    monkeypatch.setattr(bench, "measure_all", lambda cases, *_, **__: measured.extend(cases) or cases)
+    assert bench.main([*TINY[:2], "--size", "128", "64x64", "--output", str(tmp_path / "speed.json")]) == 1
+    assert [case.size for case in measured] == [128, 64]
+    with pytest.raises(SystemExit):
+        bench.main([*TINY[:2], "--size", "128x64"])
+    assert "--size: 128x64 is not a square, and only squares are measured" in capsys.readouterr().err
+
+
 def test_report_is_printed_and_written(tmp_path, capsys):
     arms = [stored.arm([4.0] * 3), stored.arm([2.0] * 3, 0.5)]
     file, out = stored.write(tmp_path / "new.json", stored.result([stored.case(arms)])), tmp_path / "new" / "speed.md"

@@ -3,11 +3,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ppdiffusers_tome import __version__
-from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.cli import _parser, main
 from ppdiffusers_tome.commands import compare, export, generate
 from ppdiffusers_tome.errors import install_command
 
@@ -37,6 +38,82 @@ def test_ctrl_c_is_one_line_that_names_how_to_continue(monkeypatch, capsys, modu
     assert main(command.split()) == 130
     error = capsys.readouterr().err
     assert error.startswith(f"interrupted: {remedy}" if remedy else "interrupted\n") and error.count("\n") == 1
+
+
+EXAMPLES = {  # by command: how often the examples of its help call each command; None is the program itself
+    None: ["compare", "export", "serve"],
+    **{name: [name] for name in ("compare", "export", "generate", "serve")},
+}
+
+
+def command_lines(text):
+    """The arguments of each command of this package in a text."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line.strip(), comments=True) if line.strip().startswith("python -m ") else []
+        if words and "COMMAND" not in words:
+            assert words[:3] == ["python", "-m", "ppdiffusers_tome"]
+            yield words[3:]
+
+
+@pytest.mark.parametrize(("command", "called"), EXAMPLES.items())
+def test_each_help_ends_with_an_example_that_parses(command, called, capsys):
+    with pytest.raises(SystemExit):
+        main([*([command] if command else []), "--help"])
+    printed = capsys.readouterr().out
+    example = printed.split("\nexample:\n")[1]
+    assert max(map(len, example.splitlines())) <= 110
+    parsed = [_parser().parse_args(words) for words in command_lines(example)]
+    assert [options.command for options in parsed] == called
+    for options in parsed:  # the files of the bundled models, and the one folder that an example exports to
+        model = Path(options.model)
+        assert (Path(__file__).parents[1] / model / "model_index.json").is_file() or model == Path("build/scenes")
+        assert getattr(options, "prompts", None) is None or (Path(__file__).parents[1] / options.prompts).is_file()
+
+
+def test_every_command_has_an_example():
+    (subparsers,) = (action for action in _parser()._actions if action.dest == "command")
+    assert set(subparsers.choices) == set(filter(None, EXAMPLES))
+
+
+SCENES = "examples/scenes_sd"
+IN_CODE = "ppdiffusers_tome.inference.load_pipeline('build/x')   # in your own code"
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "encoders", "model", "expected"),
+    [
+        ("StableDiffusionPipeline", ["text_encoder"], SCENES, [f"{SCENES}/prompts.txt", "--output", "outputs"]),
+        ("StableDiffusionXLPipeline", ["text_encoder"], "owner/name", ["prompts.txt", "--output", "outputs"]),
+        ("StableDiffusionXLImg2ImgPipeline", [], "refiner", None),
+        ("StableDiffusionInpaintPipeline", ["text_encoder"], "inpainting", None),
+        ("StableDiffusionControlNetPipeline", ["text_encoder"], SCENES, None),
+    ],
+)
+def test_export_ends_with_the_next_commands(pipeline, encoders, model, expected, monkeypatch):
+    """`serve` and `generate` only for exports that they take."""
+    monkeypatch.chdir(Path(__file__).parents[1])
+    manifest = SimpleNamespace(
+        pipeline=pipeline, controlnet="ControlNet" in pipeline, formats=("onnx",), programs_of=lambda _: encoders
+    )
+    text = export._next_steps(manifest, SimpleNamespace(model=model, output=Path("build/x")))
+    assert text.startswith("Next:\n") and text.splitlines()[-1].strip() == IN_CODE
+    commands = list(command_lines(text))
+    if expected is None:
+        assert commands == []
+        return
+    serve, generate_ = commands
+    assert serve == ["serve", "--model", "build/x", "--open"]
+    assert generate_ == ["generate", "--model", "build/x", "--prompts", *expected]
+    assert [_parser().parse_args(words).command for words in commands] == ["serve", "generate"]
+
+
+def test_export_of_paddle_programs_for_a_gpu_names_the_device(monkeypatch):
+    monkeypatch.setattr(export.paddle, "is_compiled_with_cuda", lambda: True)
+    manifest = SimpleNamespace(
+        pipeline="StableDiffusionPipeline", controlnet=False, formats=("paddle",), programs_of=lambda _: ["x"]
+    )
+    text = export._next_steps(manifest, SimpleNamespace(model="owner/name", output=Path("build/x")))
+    assert text.count("--device gpu") == 2 and "load_pipeline('build/x', device=\"gpu\")" in text
 
 
 def test_errors_name_the_locked_versions_of_missing_packages(tmp_path):

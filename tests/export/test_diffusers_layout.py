@@ -5,6 +5,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -316,6 +317,17 @@ def test_the_readme_passes_what_the_class_takes(onnx_folder, tmp_path):
         export_linked(pipe, tmp_path / cls.__name__, 0.5, [SIZE], **settings)
         readme = (tmp_path / cls.__name__ / "README.md").read_text()
         assert f'ORT{cls.__name__}.from_pretrained("FOLDER")' in readme and call in readme
+
+
+@pytest.mark.parametrize("format", diffusers_layout.FORMATS)
+def test_the_readme_has_the_models_own_prompt_steps_and_guidance(format):
+    """Those of the library would give broken images of a model that knows few words."""
+    pipe, about = tiny_pipeline(), {"size": "256x256", "ratio": 0.5, "method": "default", "version": "3"}
+    pipe.config["_name_or_path"] = str(Path(__file__).parents[1] / "examples" / "scenes_sd")
+    readme = diffusers_layout._readme(DiffusersLayout(format), pipe, about)
+    settings = "num_inference_steps=20, guidance_scale=3.0)"
+    assert f'pipe("a 3d render of fox on red bricks", height=256, width=256, {settings}.images[0]' in readme
+    assert "a prompt" not in readme.replace("after the prompt", "") and readme.count(settings) == 2
 
 
 # Errors, before anything is written

@@ -320,7 +320,7 @@ def test_program_that_differs_is_an_error(tiny, tmp_path):
     calls = []
     hook = tiny.unet.conv_out.register_forward_post_hook(lambda *_: _[-1] + 1e-3 * (calls.append(0) or len(calls)))
     try:
-        with pytest.raises(ToMeExportError, match=r"exported unet at 32x32 differs .* batch 1"):
+        with pytest.raises(ToMeExportError, match=r"exported unet 32x32, ratio 0.5 differs .* batch 1"):
             export(tiny, tmp_path / "out", 0.5)
     finally:
         hook.remove()

@@ -162,11 +162,17 @@ def test_command_writes_both_formats(tmp_path, capsys):
     manifest = read_manifest(folder, verify=True)
     assert manifest.formats == ("paddle", "onnx") and manifest.sizes == (Size(32, 32),)
     assert manifest.merging["0.5"][0].seed == 7 and not manifest.image_to_image
-    printed = capsys.readouterr().out
+    printed, progress = capsys.readouterr()
+    assert [line for line in progress.splitlines() if line.startswith("exporting")] == [
+        "exporting unet 32x32, ratio 0.5 (1 of 3) …",
+        "exporting text_encoder (2 of 3) …",
+        "exporting vae_decoder (3 of 3) …",
+    ]
     header = next(line for line in printed.splitlines() if line.startswith("program"))
     assert header.split()[1:4] == ["Paddle", "oneDNN", "ONNX"]
     assert "unet/inference." in printed and "sizes 32x32, ratios 0.5" in printed
-    assert f"\n{manifest.methods[0.5]}\n" in printed
+    assert f"\nmerging: {manifest.methods[0.5]}\n" in printed
+    assert f"\nNext:\n  python -m ppdiffusers_tome serve --model {folder} --open\n" in printed
     assert main(command) == 2  # the folder exists
     assert "--overwrite" in capsys.readouterr().err
     images = {runtime: image_of(load(folder, runtime), width=32) for runtime in ("paddle", *RUNTIMES, None)}

@@ -4,11 +4,9 @@ import doctest
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import warnings
-from functools import partial
 from importlib.metadata import requires, version
 from types import SimpleNamespace
 
@@ -19,7 +17,7 @@ import ops
 import paddle
 import program_memory
 import pytest
-from conftest import export_linked, tiny_pipeline
+from conftest import tiny_pipeline
 from lab.quality import quality_report
 from lab.speed import speed_report
 from lab.speed.architectures import ARCHITECTURES
@@ -85,26 +83,8 @@ CHINESE = [
     "README_zh.md",
     *documents("docs/zh/*.md", "examples/README_zh.md"),
 ]  # their snippets equal those of the English documents
-SMALL = {"256": "32", "384": "48"}  # px, for exports of the tiny pipeline
-SERVER = """
-import atexit, subprocess, sys, time, urllib.request
-
-def stop():
-    server.terminate()
-    server.wait()
-
-command = [sys.executable, "-m", "ppdiffusers_tome", "serve", "--model", "build/scenes", "--port", "8000"]
-server = subprocess.Popen(command)
-atexit.register(stop)
-while server.poll() is None:
-    try:
-        urllib.request.urlopen("http://localhost:8000/ready")
-        break
-    except OSError:
-        time.sleep(0.2)
-"""
-# In a process of their own: what starts a server, and what runs without this package.
-PROCESSES = {"docs/serve.md": SERVER, "examples/emoji_sd/README.md": ""}
+IN_ORDER = ("README.md", "docs/usage.md", "docs/export.md", "docs/serve.md")  # test_pages.py runs them
+IN_A_PROCESS = ("examples/emoji_sd/README.md",)  # it runs without this package
 
 
 def described(document):
@@ -127,32 +107,17 @@ def run_here(code, variables):
             exec(code, variables)
 
 
-@pytest.mark.parametrize("document", sorted({document for document, _ in SNIPPETS} - set(CHINESE)))
-def test_snippets_run(document, request, monkeypatch, tmp_path):
-    """One after the other, as they stand but for the port and fewer steps, on the CPU.
-
-    Exports are of a tiny model at small sizes, and link the programs of the same export; others use the bundled model.
-    """
+@pytest.mark.parametrize("document", sorted({document for document, _ in SNIPPETS} - {*CHINESE, *IN_ORDER}))
+def test_snippets_run(document, monkeypatch, tmp_path):
+    """One after the other, as they stand but for fewer steps, on the CPU, with the bundled models."""
     (tmp_path / "build").mkdir()
     for name in ("examples", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     codes = [re.sub(r"(num_inference_steps=)\d+", r"\g<1>2", code) for code in snippets(document)]
     if paddle.__version__.startswith("2."):
         codes = [code for code in codes if "paddle.incubate.jit" not in code]  # of Paddle 3
-    if document in ("docs/export.md", "docs/serve.md"):
-        folder, onnx = (request.getfixturevalue(name) for name in ("exported_folder", "onnx_folder"))
-        (tmp_path / "build" / "both").symlink_to(onnx)
-        for size, small in SMALL.items():
-            codes = [code.replace(size, small) for code in codes]
-        programs = [(folder, file) for file in inference.read_manifest(folder).programs]
-        monkeypatch.setattr(inference, "export_pipeline", partial(export_linked, linked=programs))
-    if document == "docs/serve.md":
-        (tmp_path / "build" / "scenes").symlink_to(folder)
-    if document in PROCESSES:
-        code = "\n".join([PROCESSES[document], *codes]).replace("8000", str(port))
-        command = [sys.executable, "-W", "ignore", "-c", code]
+    if document in IN_A_PROCESS:
+        command = [sys.executable, "-W", "ignore", "-c", "\n".join(codes)]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     else:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -60,8 +61,30 @@ def test_every_example_has_a_test():
 
 
 def of_text_to_image(variables, plans, printed):
+    code = (EXAMPLES / "text_to_image.py").read_text(encoding="utf-8")
+    assert "of 4,096 tokens 3,251 stay as queries, 1,291 as keys and values" in code
     assert "64×64  3251 (keys and values 1291) of 4096  attn" in printed
     assert not variables["pipe"].tome_summary().blocks, "it removes the merging at its end"
+
+
+def test_examples_print_what_they_write_and_use_what_the_model_knows():
+    """Also those that other tests run, or that need another environment."""
+    for path in EXAMPLES.glob("*.py"):
+        code = path.read_text(encoding="utf-8")
+        assert re.search(r'print\(f?"wrote ', code), path.name
+        if path.stem in OF_OTHER_ENVIRONMENTS:
+            defaults = json.loads((EXAMPLES / "scenes_sd" / "defaults.json").read_text(encoding="utf-8"))
+            assert f"num_inference_steps={defaults['steps']}, guidance_scale={defaults['guidance_scale']})" in code
+            assert f"{path.name} build/scenes_" in code and f'"{defaults["prompts"][0]}" fox.png' in code
+
+
+def test_readme_says_of_each_example_what_it_needs():
+    text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    alone, more = text.split("These need more.")
+    named = [set(re.findall(r"`(\w+)\.(?:py|ipynb)`\]", part)) for part in (alone, more)]
+    others = {"onnx_without_paddle", "serve_client", "first_run", *OF_OTHER_ENVIRONMENTS}
+    assert named == [{path.stem for path in EXAMPLES.glob("*.py")} - others, others]
+    assert ".venv/bin/python" not in text
 
 
 def of_second_pass(variables, plans, printed):
@@ -95,11 +118,14 @@ def test_an_example_merges_and_writes_its_image(name, tmp_path, monkeypatch, pla
     assert plans, "nothing merged"
     image_of(tmp_path / f"{name}.png", SIZES[name])
     assert [path.name for path in tmp_path.iterdir()] == [f"{name}.png"]
-    CHECKS.get(name, lambda *_: None)(variables, plans, capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert f"wrote {name}.png\n" in printed
+    CHECKS.get(name, lambda *_: None)(variables, plans, printed)
 
 
-def test_video(tmp_path, monkeypatch, plans):
+def test_video(tmp_path, monkeypatch, plans, capsys):
     run("video", tmp_path, monkeypatch)
+    assert "wrote video.gif\n" in capsys.readouterr().out
     with Image.open(tmp_path / "video.gif") as video:
         assert (video.size, video.n_frames) == ((64, 64), 4)
     assert plans
@@ -156,7 +182,7 @@ def test_onnx_without_paddle_rejects_other_schedulers(onnx_folder, tmp_path, mon
 
 
 @pytest.mark.parametrize("ratio", ["0.5", "0.3"])
-def test_serve_client(ratio, tmp_path, monkeypatch):
+def test_serve_client(ratio, tmp_path, monkeypatch, capsys):
     """As it stands but for the port; and with a ratio that was not exported, which the server's answer explains."""
     monkeypatch.chdir(tmp_path)
     code = (
@@ -170,7 +196,8 @@ def test_serve_client(ratio, tmp_path, monkeypatch):
             return
         exec(code, {})
         (job,) = server.engine.calls[0]
-    assert (job.prompt, job.seed, job.ratio, job.steps) == ("a 3d render of fox", 7, 0.5, 20)
+    assert (job.prompt, job.seed, job.ratio) == ("a 3d render of fox on red bricks", 7, 0.5)
+    assert capsys.readouterr().out.endswith("wrote serve_client.png\n")
     assert Image.open(tmp_path / "serve_client.png").getpixel((0, 0)) == (7, 0, 0)
 
 

@@ -155,3 +155,49 @@ def test_constraints_name_a_version_of_all_that_is_declared():
         required = Requirement(text)
         versions = [v for (name, _), v in constraints().items() if name == canonicalize_name(required.name)]
         assert versions and all(required.specifier.contains(version) for version in versions), text
+
+
+MADE_BY_HAND = {  # by packages and stamps in .venv/: whether make may install Paddle 3.3.1 for CPUs into it
+    "nothing": ([], [], True),
+    "README.md's installation for CPUs": (["paddlepaddle-3.3.1", "numpy-1.26.4"], [], True),
+    "README.md's installation for GPUs": (["paddlepaddle_gpu-2.6.2", "numpy-1.26.4"], [], False),
+    "a GPU's Paddle beside the CPU's": (["paddlepaddle-3.3.1", "paddlepaddle_gpu-3.3.1"], [], False),
+    "another release of Paddle": (["paddlepaddle-2.6.2"], [], False),
+    "other packages": (["numpy-1.26.4"], [], False),
+    "make's own": (["paddlepaddle-2.6.2"], [".installed"], True),
+    "make's own, interrupted": (["numpy-1.26.4"], [".made-by-make"], True),
+}
+
+
+@pytest.mark.parametrize(("packages", "stamps", "is_allowed"), MADE_BY_HAND.values(), ids=MADE_BY_HAND)
+def test_make_installs_only_into_environments_that_it_made(packages, stamps, is_allowed, tmp_path):
+    """The check runs before anything is installed; a folder whose pip does not run would be cleared after it."""
+    venv = tmp_path / "venv"
+    for package in packages:
+        (venv / "lib" / "python3.11" / "site-packages" / f"{package}.dist-info").mkdir(parents=True)
+    for stamp in stamps:
+        (venv / stamp).touch()
+    check = [ROOT / ".ci" / "check_environment.sh", venv, "requirements.txt", "paddle3"]
+    assert subprocess.run(check, cwd=ROOT, capture_output=True).returncode == (0 if is_allowed else 1)
+    if not is_allowed:
+        done = subprocess.run(["make", "demo", f"VENV={venv}"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2 and "would install paddlepaddle 3.3.1 into it" in done.stderr
+        assert f"{venv}/bin/python -m ppdiffusers_tome compare" in done.stderr and "VENV=.venv-make" in done.stderr
+        assert sorted(venv.iterdir()) == [venv / "lib"]
+
+
+def test_make_checks_an_environment_before_it_changes_it():
+    """Of an environment that does not exist; `make -n` prints the commands and runs none."""
+    printed = subprocess.run(
+        ["make", "-n", "venv", "VENV=build/no-such-venv"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    check, create, mark, install = (
+        printed.index(text)
+        for text in (
+            ".ci/check_environment.sh build/no-such-venv requirements.txt paddle3",
+            "-m venv --clear build/no-such-venv",
+            "touch build/no-such-venv/.made-by-make",
+            "-r requirements.txt",
+        )
+    )
+    assert check < create < mark < install

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import logging
 import os
 import pickle
 import re
@@ -27,6 +28,7 @@ from serving_support import LIMITS, OPENAI, TEXT, FakeEngine, serving, until
 
 from ppdiffusers_tome import ToMeConfigError, ToMeError, ToMeExportError
 from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.commands import serve as serve_command
 from ppdiffusers_tome.commands.serve import load_warm_engine, warm_up_jobs
 from ppdiffusers_tome.errors import install_command
 from ppdiffusers_tome.inference import load_pipeline, read_manifest
@@ -336,7 +338,10 @@ def test_health_reports_an_export_that_was_replaced(exported_folder, tmp_path):
 
 
 def test_serve_in_its_own_process(exported_folder, tmp_path):
-    """Start, open the page, answer OpenAI's client, SIGTERM during a request: it is answered, the next refused."""
+    """Start, open the page, answer OpenAI's client, SIGTERM during a request: it is answered, the next refused.
+
+    The log says when it is ready, after the model is loaded, and what is at its address.
+    """
     command = [sys.executable, "-W", "ignore", "-m", "ppdiffusers_tome", "serve", "--model", str(exported_folder)]
     browser = tmp_path / "browser"
     browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/url\n')
@@ -353,8 +358,12 @@ def test_serve_in_its_own_process(exported_folder, tmp_path):
             if address := re.search(r"listening at (http://127\.0\.0\.1:\d+)", line):
                 break
         url = address[1]
+        ready = next(line for line in process.stderr if "ready: " in line)
+        assert f"ready: open {url}/ in a browser; {url}/openapi.json describes the API" in ready
+        assert httpx.get(f"{url}/ready", timeout=60).status_code == 200, "it was announced before"
+        with_key = {"headers": {"Authorization": "Bearer secret"}, "timeout": 60}
+        assert httpx.get(f"{url}/openapi.json", **with_key).status_code == 200
         threading.Thread(target=process.stderr.read, daemon=True).start()  # or the pipe would block the server
-        until(lambda: httpx.get(f"{url}/ready", timeout=60).status_code == 200, seconds=120)
         until(lambda: (tmp_path / "url").exists() and (tmp_path / "url").read_text() == f"{url}/\n")
         with openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as client:
             fields = {"seed": 3, "steps": 3, "guidance_scale": 2.0}
@@ -373,14 +382,13 @@ def test_serve_in_its_own_process(exported_folder, tmp_path):
             assert difference(engine.generate([job])[0].image, edited_image) <= 1
 
         answers = []
-        http = {"headers": {"Authorization": "Bearer secret"}, "timeout": 60}
 
         def ask(steps):
             body = {"prompt": "fox", "steps": steps, "size": "32x32"}
-            answers.append(httpx.post(url + OPENAI, json=body, **http).status_code)
+            answers.append(httpx.post(url + OPENAI, json=body, **with_key).status_code)
 
         def running():
-            return "ppdiffusers_tome_running_images 1.0" in httpx.get(f"{url}/metrics", **http).text
+            return "ppdiffusers_tome_running_images 1.0" in httpx.get(f"{url}/metrics", **with_key).text
 
         running_one = threading.Thread(target=ask, args=(100,))
         running_one.start()
@@ -400,11 +408,29 @@ def test_serve_in_its_own_process(exported_folder, tmp_path):
 POSITIVE_LIMITS = ("prompt", "images", "steps", "pixels", "body")
 
 
+@pytest.mark.parametrize("has_browser", [True, False])
+def test_open_says_so_if_there_is_no_browser(has_browser, monkeypatch, caplog):
+    opened = []
+    for name in ("uvicorn", "uvicorn.error"):  # a server of an earlier test has changed them
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    monkeypatch.setattr(serve_command.webbrowser, "open", lambda url: opened.append(url) or has_browser)
+    with caplog.at_level("INFO", logger=serve_command.logger.name):
+        serve_command.announce("http://127.0.0.1:8000/", has_page=True, opens=True)
+        until(lambda: opened and (has_browser or len(caplog.messages) == 2))
+    ready = "ready: open http://127.0.0.1:8000/ in a browser; http://127.0.0.1:8000/openapi.json describes the API"
+    warning = "--open: this machine has no browser: open http://127.0.0.1:8000/ in one that reaches it"
+    assert caplog.messages == [ready, *([] if has_browser else [warning])]
+    caplog.clear()
+    with caplog.at_level("INFO", logger=serve_command.logger.name):
+        serve_command.announce("http://127.0.0.1:8000/", has_page=False)
+    assert caplog.messages == ["ready: http://127.0.0.1:8000/openapi.json describes the API"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--size", "512"], "--size 512x512 was not exported: it must be one of 32x32, 48x32"),
-        (["--size", "32", "big"], "size='big' is not allowed: it must be WIDTHxHEIGHT"),
+        (["--size", "32", "big"], "error: --size big is not allowed: it must be WIDTHxHEIGHT"),
         *(([f"--max-{name}", "0"], f"--max-{name} 0 is not allowed: it must be pos") for name in POSITIVE_LIMITS),
         (["--steps", "0"], "--steps 0 is not allowed"),
         (["--max-steps", "10"], "--steps 20 is not allowed: --max-steps is 10. Lower the one or raise the other"),
@@ -427,11 +453,11 @@ POSITIVE_LIMITS = ("prompt", "images", "steps", "pixels", "body")
         (["--ray", "--min-replicas", "0"], "--min-replicas 0 is not allowed: it must be 1 or more"),
         (["--ray", "--replicas", "3", "--max-replicas", "2"], "--max-replicas 2 is not allowed: --replicas is 3."),
         (["--ray", "--min-replicas", "2", "--max-replicas", "1"], "not allowed: --min-replicas is 2. Raise the one"),
-        (["--device", "tpu"], "device='tpu' is not allowed"),
-        (["--device", "gpu:x"], "device='gpu:x' is not allowed"),
+        (["--device", "tpu"], "error: --device tpu is not allowed"),
+        (["--device", "gpu:x"], "error: --device gpu:x is not allowed"),
         (["--host", "a" * 100], "cannot listen on this address"),
-        (["--port", "99999"], "port=99999"),
-        (["--host", "192.0.2.1"], "host='192.0.2.1'"),
+        (["--port", "99999"], "--port 99999: cannot listen"),
+        (["--host", "192.0.2.1"], "error: --host 192.0.2.1, --port 8000: cannot listen"),
     ],
 )
 def test_options_that_are_not_allowed(exported_folder, options, message, capsys):
@@ -447,7 +473,9 @@ def test_port_in_use(exported_folder, ray, capsys):
         port = str(used.getsockname()[1])
         assert main(["serve", "--model", str(exported_folder), "--threads", "1", "--port", port, *ray]) == 2
     message = capsys.readouterr().err
-    assert f"port={port}" in message and message.endswith("Choose another --port, or 0 for a free one.\n")
+    assert f"--port {port}: cannot listen" in message and message.endswith(
+        "Choose another --port, or 0 for a free one.\n"
+    )
 
 
 def test_missing_packages_are_named_with_the_requirements_file(exported_folder, monkeypatch, capsys):
