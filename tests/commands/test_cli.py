@@ -66,8 +66,8 @@ def test_each_help_ends_with_an_example_that_parses(command, called, capsys):
     assert [options.command for options in parsed] == called
     for options in parsed:  # the files of the bundled models, and the one folder that an example exports to
         model = Path(options.model)
-        assert (Path(__file__).parents[1] / model / "model_index.json").is_file() or model == Path("build/scenes")
-        assert getattr(options, "prompts", None) is None or (Path(__file__).parents[1] / options.prompts).is_file()
+        assert (Path(__file__).parents[2] / model / "model_index.json").is_file() or model == Path("build/scenes")
+        assert getattr(options, "prompts", None) is None or (Path(__file__).parents[2] / options.prompts).is_file()
 
 
 def test_every_command_has_an_example():
@@ -91,7 +91,7 @@ IN_CODE = "ppdiffusers_tome.inference.load_pipeline('build/x')   # in your own c
 )
 def test_export_ends_with_the_next_commands(pipeline, encoders, model, expected, monkeypatch):
     """`serve` and `generate` only for exports that they take."""
-    monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.chdir(Path(__file__).parents[2])
     manifest = SimpleNamespace(
         pipeline=pipeline, controlnet="ControlNet" in pipeline, formats=("onnx",), programs_of=lambda _: encoders
     )

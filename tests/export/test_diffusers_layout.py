@@ -323,7 +323,7 @@ def test_the_readme_passes_what_the_class_takes(onnx_folder, tmp_path):
 def test_the_readme_has_the_models_own_prompt_steps_and_guidance(format):
     """Those of the library would give broken images of a model that knows few words."""
     pipe, about = tiny_pipeline(), {"size": "256x256", "ratio": 0.5, "method": "default", "version": "3"}
-    pipe.config["_name_or_path"] = str(Path(__file__).parents[1] / "examples" / "scenes_sd")
+    pipe.config["_name_or_path"] = str(Path(__file__).parents[2] / "examples" / "scenes_sd")
     readme = diffusers_layout._readme(DiffusersLayout(format), pipe, about)
     settings = "num_inference_steps=20, guidance_scale=3.0)"
     assert f'pipe("a 3d render of fox on red bricks", height=256, width=256, {settings}.images[0]' in readme

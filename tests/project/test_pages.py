@@ -89,6 +89,8 @@ class Reader:
     def run_command(self, text, words):
         if words[:3] == ["python", "-m", "ppdiffusers_tome"]:
             self.run_package(words[3:])
+        elif words[:2] == ["python", "-c"]:
+            self.run_python(words[2], {})
         elif words[0] == "python":
             code = ROOT.joinpath(words[1]).read_text(encoding="utf-8").replace("8000", self.port)
             self.run_python(code.replace("127.0.0.1", "localhost"), {})

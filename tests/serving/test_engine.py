@@ -411,8 +411,7 @@ POSITIVE_LIMITS = ("prompt", "images", "steps", "pixels", "body")
 @pytest.mark.parametrize("has_browser", [True, False])
 def test_open_says_so_if_there_is_no_browser(has_browser, monkeypatch, caplog):
     opened = []
-    for name in ("uvicorn", "uvicorn.error"):  # a server of an earlier test has changed them
-        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    monkeypatch.setattr(serve_command, "logger", logging.getLogger("test_open"))  # servers change uvicorn's
     monkeypatch.setattr(serve_command.webbrowser, "open", lambda url: opened.append(url) or has_browser)
     with caplog.at_level("INFO", logger=serve_command.logger.name):
         serve_command.announce("http://127.0.0.1:8000/", has_page=True, opens=True)
