@@ -42,7 +42,8 @@ def on_files(files, config):
 
 def reference(module: str) -> str:
     """A page with the docstrings of what a module exports."""
-    source = ROOT.joinpath(*module.split("."), "__init__.py").read_text(encoding="utf-8")
+    path = ROOT.joinpath(*module.split("."))
+    source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
     (names,) = [
         ast.literal_eval(node.value)
         for node in ast.parse(source).body
