@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -244,10 +244,10 @@ def gpu_row(size: str) -> list[str]:
     return cells
 
 
-def choice(*name: str) -> list[str]:
+def choice(*name: str, folder: str = "") -> list[str]:
     """A way to merge: the gain of a whole scene, and the PSNR of scenes and of photographs."""
-    speed, psnr, _ = alternative("scenes_sd_256", *name)
-    return [speed, psnr, alternative("scenes_sd_256_photographs", *name)[1]]
+    speed, psnr, _ = alternative(f"{folder}scenes_sd_256", *name)
+    return [speed, psnr, alternative(f"{folder}scenes_sd_256_photographs", *name)[1]]
 
 
 def by_runtime(backend: str) -> list[str]:
@@ -282,9 +282,15 @@ def block(name: str, settings: str) -> list[str]:
 
 
 def arm_of(images: str, name: str) -> dict[str, Any]:
-    """An arm of alternatives_IMAGES.json."""
-    (row,) = [row for row in read(f"alternatives_{images}")["arms"] if row["name"] == name]
+    """An arm of alternatives_IMAGES.json; FOLDER/IMAGES names one in a folder of the results."""
+    (row,) = [row for row in read_alternatives(images)["arms"] if row["name"] == name]
     return row
+
+
+def read_alternatives(images: str) -> dict[str, Any]:
+    """The result of which `arm_of` returns an arm."""
+    folder, slash, name = images.rpartition("/")
+    return read(f"{folder}{slash}alternatives_{name}")
 
 
 def alternative(images: str, *name: str) -> list[str]:
@@ -296,7 +302,7 @@ def alternative(images: str, *name: str) -> list[str]:
 def image_speed_up(images: str, runtime: str, *name: str) -> str:
     """The gain of whole images of an arm in a runtime."""
     arm = alternatives.arm_of(arm_of(images, " ".join(name)))
-    gained = alternatives.image_gain(read(f"alternatives_{images}"), arm, runtime)
+    gained = alternatives.image_gain(read_alternatives(images), arm, runtime)
     return NOT_MEASURED if gained is None else str(gained)
 
 
@@ -315,6 +321,7 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
     "gpu_gain": gpu_gain,
     "cpu_gain": cpu_gain,
     "choice": choice,
+    "checkerboard": partial(choice, folder="checkerboard/"),
     "by_runtime": by_runtime,
     "block": block,
     "image_speed_up": image_speed_up,
