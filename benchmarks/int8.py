@@ -176,7 +176,7 @@ def quantize(options: argparse.Namespace) -> None:
 def calibration_inputs(pipe: Any, model: str, size: int) -> list[Any]:
     """Inputs of the UNet: of images of CALIBRATION, or random where the weights are."""
     if model == SD15:
-        return [unet_inputs(size, seed) for seed in range(2)]
+        return [unet_inputs(size, 0)]
     from optimum.intel.openvino.quantization import InferRequestWrapper
 
     inputs: list[Any] = []
@@ -240,34 +240,32 @@ def decibels(image: np.ndarray, expected: np.ndarray) -> float:
 
 def measure(options: argparse.Namespace) -> None:
     """Time one pass of Stable Diffusion 1.5's UNet, plain and merged in turns, for each precision."""
+    for precision in options.precision:
+        row = {"size": options.size, "precision": precision, "threads": options.threads}
+        seconds = seconds_of(options.size, precision, options.rounds, options.threads)
+        gains = [a / b for a, b in zip(seconds["plain"], seconds["merged"], strict=True)]
+        medians = {arm: statistics.median(times) for arm, times in seconds.items()}
+        print(f"{options.size} px, {PRECISIONS[precision]}: {medians}, gains {gains}", flush=True)
+        save("times", row | {"seconds": seconds, "medians": medians, "gain": statistics.median(gains), "gains": gains})
+
+
+def seconds_of(size: int, precision: str, rounds: int, threads: int) -> dict[str, list[float]]:
+    """Seconds of the timed passes of plain and merged; their programs are not in memory afterwards."""
     import openvino
 
     core = openvino.Core()
-    core.set_property("CPU", {"INFERENCE_NUM_THREADS": options.threads, "INFERENCE_PRECISION_HINT": "f32"})
-    inputs = unet_inputs(options.size, 0)
-    for precision in options.precision:
-        seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    core.set_property("CPU", {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"})
+    inputs, programs = unet_inputs(size, 0), {}
+    for arm in ARMS:
+        program = core.read_model(folder_of(SD15, size, arm, precision) / "unet" / "openvino_model.xml")
+        program.reshape({value.any_name: inputs[value.any_name].shape for value in program.inputs})
+        programs[arm] = core.compile_model(program, "CPU").create_infer_request()
+    seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    for arm, request in in_turns(programs, rounds):
         start = time.perf_counter()
-        programs = {}
-        for arm in ARMS:
-            program = core.read_model(folder_of(SD15, options.size, arm, precision) / "unet" / "openvino_model.xml")
-            program.reshape({value.any_name: inputs[value.any_name].shape for value in program.inputs})
-            programs[arm] = core.compile_model(program, "CPU").create_infer_request()
-        loading = time.perf_counter() - start
-        for arm, request in in_turns(programs, options.rounds):
-            start = time.perf_counter()
-            request.infer(inputs)
-            seconds[arm].append(time.perf_counter() - start)
-        seconds = {arm: times[1:] for arm, times in seconds.items()}  # the first pass warms up
-        gains = [a / b for a, b in zip(seconds["plain"], seconds["merged"], strict=True)]
-        medians = {arm: statistics.median(times) for arm, times in seconds.items()}
-        print(
-            f"{options.size} px, {PRECISIONS[precision]}: {medians}, gains {gains}, loaded in {loading:.0f} s",
-            flush=True,
-        )
-        row = {"size": options.size, "precision": precision, "threads": options.threads, "seconds": seconds}
-        save("times", row | {"medians": medians, "gain": statistics.median(gains), "gains": gains})
-        del programs
+        request.infer(inputs)
+        seconds[arm].append(time.perf_counter() - start)
+    return {arm: times[1:] for arm, times in seconds.items()}  # the first pass warms up
 
 
 def in_turns(programs: dict[str, Any], rounds: int) -> Iterator[tuple[str, Any]]:
