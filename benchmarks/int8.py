@@ -169,7 +169,9 @@ def quantize(options: argparse.Namespace) -> None:
             calibration_dataset={"unet": nncf.Dataset(inputs)} if inputs else None,
             ov_config=OVConfig(quantization_config=OVPipelineQuantizationConfig({"unet": config}, others)),
         )
-        pipe.save_pretrained(folder)
+        partial = folder.with_name(f"{folder.name}.partial")
+        pipe.save_pretrained(partial)
+        partial.rename(folder)
         print(f"quantized {folder} in {time.perf_counter() - start:.0f} s", flush=True)
 
 
