@@ -26,6 +26,7 @@ def describe_environment() -> dict[str, Any]:
         "device": _device(),
         "ppdiffusers_tome": __version__,
         **versions(),
+        "paddlenlp": _version("paddlenlp"),
     }
 
 
@@ -49,9 +50,12 @@ def commit() -> str:
 
 
 def _device() -> str:
-    """Paddle's name of the device, and the GPU's model."""
+    """Paddle's name of the device, and of a GPU its model, its memory in 10⁹ bytes and Paddle's CUDA."""
     device = paddle.get_device()
-    return device if device == "cpu" else f"{device}: {paddle.device.cuda.get_device_name()}"
+    if device == "cpu":
+        return device
+    gpu = paddle.device.cuda.get_device_properties()
+    return f"{device}: {gpu.name}, {gpu.total_memory / 1e9:.1f} GB, CUDA {paddle.version.cuda()}"
 
 
 def _memory_gb() -> float | None:

@@ -9,6 +9,7 @@ from typing import Any
 import paddle
 import ppdiffusers
 from ppdiffusers import ControlNetModel, DiffusionPipeline, StableDiffusionControlNetPipeline
+from ppdiffusers.utils import PPDIFFUSERS_CACHE
 
 from ..errors import ToMeConfigError, ToMeExportError
 from ..families.grids import latent_grid
@@ -88,6 +89,18 @@ def _read_index(model: str) -> dict[str, Any]:
     return index if isinstance(index, dict) else {}
 
 
+def _download_index(model: str) -> dict[str, Any]:
+    """What the model_index.json of a hub's model contains, and make the folders that its components are downloaded to.
+
+    PaddleNLP 2.8.1 does not make them (PaddleNLP #9023), so the download of its tokenizer, for instance, would fail.
+    """
+    index = dict(DiffusionPipeline.load_config(model))
+    for name, part in index.items():
+        if isinstance(part, list):
+            Path(PPDIFFUSERS_CACHE, model, name).mkdir(parents=True, exist_ok=True)
+    return index
+
+
 def _check_hub_name(model: str) -> None:
     """Raise ToMeConfigError unless a model that is not a folder may be one of a hub."""
     if not re.fullmatch(HUB_NAME, model):
@@ -119,10 +132,11 @@ def load_for_export(
         _check_hub_name(controlnet)
     require_model_folder(model, hub_names=True)
     arguments = {"paddle_dtype": getattr(paddle, dtype)}
-    # ppdiffusers asks for what the folder says is absent, such as the third text encoder of Stable Diffusion 3.
-    dropped: dict[str, Any] = {name: None for name, part in _read_index(model).items() if part == [None, None]}
-    dropped |= {} if safety_checker else {"safety_checker": None, "requires_safety_checker": False}
     try:
+        index = _read_index(model) if Path(model).is_dir() else _download_index(model)
+        # ppdiffusers asks for what the folder says is absent, such as the third text encoder of Stable Diffusion 3.
+        dropped: dict[str, Any] = {name: None for name, part in index.items() if part == [None, None]}
+        dropped |= {} if safety_checker else {"safety_checker": None, "requires_safety_checker": False}
         if controlnet is None:
             return DiffusionPipeline.from_pretrained(model, **arguments, **dropped)
         network = ControlNetModel.from_pretrained(controlnet, **arguments)

@@ -42,7 +42,9 @@ def test_arms_that_a_result_lacks_have_no_row(monkeypatch):
 CALL = r"`(pipe\.apply_tome\(ratio=.*?\))`"
 
 
-@pytest.mark.parametrize("document", ["README.md", "README_zh.md", "docs/usage.md", "docs/zh/usage.md", "docs/methods.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "README_zh.md", "docs/usage.md", "docs/zh/usage.md", "docs/methods.md"]
+)
 def test_calls_that_documents_recommend_are_those_that_were_measured(document):
     text = (ROOT / document).read_text(encoding="utf-8")
     for call in re.findall(CALL, text):

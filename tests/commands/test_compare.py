@@ -5,6 +5,7 @@ import inspect
 import json
 import re
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import numpy as np
 import ppdiffusers
@@ -17,6 +18,7 @@ from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import compare as compare_command
 from ppdiffusers_tome.commands.merge_options import all_configs, merge_configs
+from ppdiffusers_tome.comparison import environment
 from ppdiffusers_tome.comparison.arms import ComparedArm, Figures, Scene, compare, make_table
 from ppdiffusers_tome.comparison.goal import KNOWN, Goal, known_settings, merges_at, parse_goal
 from ppdiffusers_tome.comparison.pipelines import CONTROLNET, class_to_compare
@@ -534,3 +536,11 @@ def test_wrong_option_is_an_error_before_anything_is_loaded(options, message, tm
     given = options if "--model" in options else ["--model", str(EMOJI_SD), *options]
     assert main(["compare", "--output", str(tmp_path / "outputs"), *given]) == 2
     assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_the_device_of_a_result_names_the_gpu(monkeypatch):
+    gpu = SimpleNamespace(name="NVIDIA T4", total_memory=15_843_721_216)
+    monkeypatch.setattr("paddle.get_device", lambda: "gpu:0")
+    monkeypatch.setattr("paddle.device.cuda.get_device_properties", lambda: gpu)
+    about = environment.describe_environment()
+    assert about["device"].startswith("gpu:0: NVIDIA T4, 15.8 GB, CUDA ") and about["paddlenlp"][0].isdigit()

@@ -188,3 +188,11 @@ def test_examples(tiny_sdxl, script, name, tmp_path):
     run_there(PYTHON, example, tiny_sdxl.folder(name), PROMPT, output)
     image = Image.open(output)
     assert image.size == tiny_sdxl.size[::-1] and np.ptp(np.asarray(image)) > 0
+
+
+@pytest.mark.parametrize("mode", ["weights", "hybrid", "full"])
+def test_example_of_int8(tiny_sdxl, mode, tmp_path):
+    output = tmp_path / "image.png"
+    run_there(PYTHON, ROOT / "examples" / "with_int8.py", tiny_sdxl.folder("openvino"), mode, PROMPT, output)
+    image = Image.open(output)
+    assert image.size == tiny_sdxl.size[::-1] and np.ptp(np.asarray(image)) > 0

@@ -31,6 +31,7 @@ OF_OTHER_ENVIRONMENTS = {
     "with_optimum",
     "with_optimum_intel",
     "with_openvino_genai",
+    "with_int8",
 }  # test_diffusers_layout_loaders.py
 
 
