@@ -100,7 +100,7 @@ def run(command: list[str], **environment: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "sd15_rehearsal.json")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "rehearsal_sd15.json")
     parser.add_argument("--build", type=Path, help=argparse.SUPPRESS)  # what a process of its own does
     options = parser.parse_args()
     if options.build:
@@ -117,7 +117,8 @@ def main() -> None:
         server.shutdown()
         comparison = json.loads(Path(scratch, "compare_512.json").read_text(encoding="utf-8"))
     content = {"build": built, "compare": compared, "requests": dict(sorted(Hub.requests.items()))}
-    options.output.write_text(json.dumps(content | {"result": comparison}, indent=1) + "\n", encoding="utf-8")
+    command = "python benchmarks/sd15_rehearsal.py"
+    write_result(options.output, make_result("rehearsal", command, **content, result=comparison))
     print(f"compare: {compared['seconds']:.0f} s, at most {compared['peak_bytes'] / 1e9:.1f} GB")
 
 

@@ -62,11 +62,9 @@ def measure(level: int, size: int, rounds: int, threads: int) -> Case:
             layer = copy.deepcopy(block)
             if config is not None:
                 attach(layer, config, None)
-            summary = ppdiffusers_tome.tome_summary(layer, *grid)
-            assert summary.macs is not None and summary.saved is not None
-            kept = grid.tokens if config is None else summary.blocks[0].kept
+            kept = grid.tokens if config is None else ppdiffusers_tome.tome_summary(layer, *grid).blocks[0].kept
             arm = Arm(config, backend=ONNX_RUNTIME)
-            case.arms.append(Measurement(arm, kept=kept, macs=BATCH * (summary.macs - summary.saved)))
+            case.arms.append(Measurement(arm, kept=kept))
             run[arm] = partial(load(layer, grid, size, Path(folder), f"{len(run)}", threads, converter), **inputs)
         seconds = time_in_turns(run, rounds, warm_up=2)
     for measured in case.arms:
@@ -95,13 +93,10 @@ def main() -> None:
     cases = [measure(level, size, options.rounds, options.threads) for level, size in BLOCKS]
     for case in cases:
         plain = case.arms[0]
-        assert plain.macs is not None
         for merged in case.arms[1:]:
-            assert merged.macs is not None
             seconds = f"{np.median(plain.seconds):.3f} → {np.median(merged.seconds):.3f} s"
-            allowed = f"MACs allow {plain.macs / merged.macs:.2f}×"
             gained = gain(plain.seconds, merged.seconds)
-            print(f"{case.scope}, {case.size} px: {merged.name}: {seconds}, {gained}, {allowed}")
+            print(f"{case.scope}, {case.size} px: {merged.name}: {seconds}, {gained}")
     if options.output:
         command = shlex.join(["python", "benchmarks/sdxl_blocks.py", *sys.argv[1:]])
         timing = {"rounds": options.rounds, "warm_up": 2, "threads": options.threads}

@@ -1,8 +1,8 @@
 """Quantize a merged model to int8 with optimum-intel, and generate an image: without Paddle and ppdiffusers_tome.
 
-python -m ppdiffusers_tome export --model examples/scenes_sd --layout diffusers --format openvino --output build/scenes
+python -m ppdiffusers_tome export --model examples/scenes_sd --layout diffusers --format openvino --output build/scenes_genai
 pip install optimum-intel[openvino] nncf                               # on the machine without Paddle
-python examples/with_int8.py build/scenes hybrid "a photo of an owl" owl.png
+python examples/with_int8.py build/scenes_genai hybrid "a 3d render of fox on red bricks" fox.png
 """
 
 import sys
@@ -20,11 +20,12 @@ config = {  # what is int8: weights alone; convolutions too; convolutions and li
 pipe, data = intel.OVDiffusionPipeline.from_pretrained(folder, dynamic_shapes=False), None
 if mode != "weights":
     pipe.unet.request = InferRequestWrapper(pipe.unet.request, inputs := [])
-    pipe(["a photo of a cat", "a photo of a house"], num_inference_steps=10)  # for the range of activations
+    pipe(["a 3d render of owl on grass", prompt], num_inference_steps=10)  # for the range of activations
     data, config.num_samples = {"unet": nncf.Dataset(inputs)}, len(inputs)
     products = [op for op in pipe.unet.model.get_ops() if op.get_type_name() == "MatMul"]
     similarity = [op for op in products if op.input_value(1).get_node().get_type_name() != "Constant"]
     config.ignored_scope = {"names": [op.get_friendly_name() for op in similarity]}  # of tokens: it chooses the pairs
 parts = intel.OVPipelineQuantizationConfig({"unet": config}, intel.OVWeightQuantizationConfig(bits=8))
 intel.OVQuantizer(pipe).quantize(data, ov_config=intel.OVConfig(quantization_config=parts))
-pipe(prompt, num_inference_steps=20).images[0].save(output)
+pipe(prompt, num_inference_steps=20, guidance_scale=3.0).images[0].save(output)  # Stable Diffusion: 7.5
+print(f"wrote {output}")

@@ -11,7 +11,7 @@ from ..files import write_file
 from .environment import commit, describe_environment
 
 # The current format of each kind.
-FORMATS = {"speed": 4, "operations": 4, "quality": 4, "comparison": 5, "edges": 1, "load": 2, "experiments": 1}
+FORMATS = {"speed": 4, "operations": 4, "quality": 4, "comparison": 5, "load": 2, "experiments": 1, "rehearsal": 1}
 
 
 PROGRAM = "python -m ppdiffusers_tome"
