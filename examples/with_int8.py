@@ -9,7 +9,6 @@ import sys
 
 import nncf
 import optimum.intel as intel
-from optimum.intel.openvino.quantization import InferRequestWrapper
 
 folder, mode, prompt, output = sys.argv[1:]
 config = {  # what is int8: weights alone; convolutions too; convolutions and linear layers
@@ -19,7 +18,7 @@ config = {  # what is int8: weights alone; convolutions too; convolutions and li
 }[mode]
 pipe, data = intel.OVDiffusionPipeline.from_pretrained(folder, dynamic_shapes=False), None
 if mode != "weights":
-    pipe.unet.request = InferRequestWrapper(pipe.unet.request, inputs := [])
+    pipe.unet.request = intel.openvino.quantization.InferRequestWrapper(pipe.unet.request, inputs := [])
     pipe(["a 3d render of owl on grass", prompt], num_inference_steps=10)  # for the range of activations
     data, config.num_samples = {"unet": nncf.Dataset(inputs)}, len(inputs)
     products = [op for op in pipe.unet.model.get_ops() if op.get_type_name() == "MatMul"]
