@@ -1,12 +1,12 @@
 """Quantize a merged model to int8 with optimum-intel, and generate an image: without Paddle and ppdiffusers_tome.
 
-python -m ppdiffusers_tome export --model examples/scenes_sd --layout diffusers --format openvino --output build/scenes_genai
+python -m ppdiffusers_tome export --model examples/scenes_sd --layout diffusers --format openvino \
+    --output build/scenes_genai
 pip install optimum-intel[openvino] nncf                               # on the machine without Paddle
 python examples/with_int8.py build/scenes_genai hybrid "a 3d render of fox on red bricks" fox.png
 """
 
 import sys
-
 import nncf
 import optimum.intel as intel
 
