@@ -21,6 +21,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar
 
+from ppdiffusers_tome.comparison.results import make_result, write_result
+
 ROOT = Path(__file__).parents[1]
 NAME = "runwayml/stable-diffusion-v1-5"
 HUB = f"models/community/{NAME}"  # its path on the server

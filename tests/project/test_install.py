@@ -180,7 +180,8 @@ def test_make_installs_only_into_environments_that_it_made(packages, stamps, is_
     check = [ROOT / ".ci" / "check_environment.sh", venv, "requirements.txt", "paddle3"]
     assert subprocess.run(check, cwd=ROOT, capture_output=True).returncode == (0 if is_allowed else 1)
     if not is_allowed:
-        done = subprocess.run(["make", "demo", "STACK=paddle3", f"VENV={venv}"], cwd=ROOT, capture_output=True, text=True)
+        demo = ["make", "demo", "STACK=paddle3", f"VENV={venv}"]
+        done = subprocess.run(demo, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 2 and "would install paddlepaddle 3.3.1 into it" in done.stderr
         assert f"{venv}/bin/python -m ppdiffusers_tome compare" in done.stderr and "VENV=.venv-make" in done.stderr
         assert sorted(venv.iterdir()) == [venv / "lib"]
@@ -188,9 +189,8 @@ def test_make_installs_only_into_environments_that_it_made(packages, stamps, is_
 
 def test_make_checks_an_environment_before_it_changes_it():
     """Of an environment that does not exist; `make -n` prints the commands and runs none."""
-    printed = subprocess.run(
-        ["make", "-n", "venv", "STACK=paddle3", "VENV=build/no-such-venv"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
+    command = ["make", "-n", "venv", "STACK=paddle3", "VENV=build/no-such-venv"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     check, create, mark, install = (
         printed.index(text)
         for text in (
