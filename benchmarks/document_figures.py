@@ -190,6 +190,16 @@ def on_cpu(backend: str, size: str, method: str, ratio: str | None = None) -> st
     return str(gains[0]) if gains else NOT_MEASURED
 
 
+def sdxl_block(level: str, size: str, *name: str) -> str:
+    """The gain of an exported block of SDXL at a level, by an arm."""
+    (row,) = [
+        row
+        for row in arms("sdxl_blocks")
+        if (row["scope"], f"{row['size']}", row["arm"].name) == (f"one block at level {level}", size, " ".join(name))
+    ]
+    return str(over_plain(row, "sdxl_blocks"))
+
+
 def noise() -> str:
     """By how much a gain differs that was measured in several results."""
     repeated = defaultdict(list)
@@ -320,6 +330,7 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
     "loader_gain": loader_gain,
     "gpu_gain": gpu_gain,
     "cpu_gain": cpu_gain,
+    "sdxl_block": sdxl_block,
     "choice": choice,
     "checkerboard": partial(choice, folder="checkerboard/"),
     "by_runtime": by_runtime,

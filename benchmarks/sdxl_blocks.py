@@ -4,8 +4,8 @@
 
 The whole UNet, 2.6 billion parameters, is too large to export in 24 GB of memory. Ten of its 70 blocks are at level 2,
 which merges by default, and 60 at level 4, which `max_downsample=4` merges too. Each block is exported as ONNX with
-the layers around it (norm and projections), compared with eager mode, and runs in ONNX Runtime at batch 2, which is
-one image with guidance. The arms of a block take turns. The result is one of `bench`, which `bench report` reads.
+the layers around it (norm and projections), and runs in ONNX Runtime at batch 2, which is one image with guidance.
+The arms of a block take turns. The result is one of `bench`, which `bench report` reads.
 """
 
 import argparse
@@ -30,13 +30,11 @@ from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.comparison.clock import gain, time_in_turns
 from ppdiffusers_tome.comparison.environment import describe_environment
 from ppdiffusers_tome.comparison.results import make_result, write_result
+from ppdiffusers_tome.export import tracing
 from ppdiffusers_tome.export.conversion import Converter
 from ppdiffusers_tome.export.programs import Input, Traceable
-from ppdiffusers_tome.export.tracing import save
 from ppdiffusers_tome.grid import Grid
-from ppdiffusers_tome.run.folder import ExportedFolder
-from ppdiffusers_tome.run.manifest import ProgramFile, Size
-from ppdiffusers_tome.run.onnx_runtime import OnnxRuntime
+from ppdiffusers_tome.run.onnx_runtime import OnnxProgram, OnnxRuntime
 
 SDXL = ARCHITECTURES["sdxl"]
 BLOCKS = ((2, 1024), (4, 1024), (4, 2048))  # level, and the side of the image in px
@@ -65,23 +63,21 @@ def measure(level: int, size: int, rounds: int, threads: int) -> Case:
             kept = grid.tokens if config is None else ppdiffusers_tome.tome_summary(layer, *grid).blocks[0].kept
             arm = Arm(config, backend=ONNX_RUNTIME)
             case.arms.append(Measurement(arm, kept=kept))
-            run[arm] = partial(load(layer, grid, size, Path(folder), f"{len(run)}", threads, converter), **inputs)
+            program = load(layer, grid, Path(folder) / f"{len(run)}", threads, converter)
+            run[arm] = partial(program, **inputs)
         seconds = time_in_turns(run, rounds, warm_up=2)
     for measured in case.arms:
         measured.seconds, measured.status = seconds[measured.arm], MEASURED
     return case
 
 
-def load(
-    layer: OneBlock, grid: Grid, size: int, root: Path, folder: str, threads: int, converter: Converter
-) -> Callable[..., object]:
+def load(layer: OneBlock, grid: Grid, folder: Path, threads: int, converter: Converter) -> OnnxProgram:
     """The exported program of a block, as a function of its inputs by name."""
-    shape = ("batch", layer.transformer.config.in_channels, "height", "width")
-    width = layer.transformer.config.cross_attention_dim
-    traceable = Traceable(layer, (Input("sample", shape), Input("encoder_hidden_states", ("batch", SDXL.text, width))))
-    dims = {"height": grid.h, "width": grid.w}
-    file = save(traceable, ProgramFile("unet", size=Size(size, size)), root, folder, dims, threads, converter)
-    return OnnxRuntime(threads=threads).load(ExportedFolder(root), file)
+    config = layer.transformer.config
+    sample = Input("sample", ("batch", config.in_channels, "height", "width"))
+    text = Input("encoder_hidden_states", ("batch", SDXL.text, config.cross_attention_dim))
+    files = tracing._trace(Traceable(layer, (sample, text)), folder, {"height": grid.h, "width": grid.w}, "block")
+    return OnnxProgram(converter.convert(*files, "block"), OnnxRuntime(threads=threads))
 
 
 def main() -> None:
