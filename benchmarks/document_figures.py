@@ -177,6 +177,11 @@ def on_gpu(size: str, batch: str, *name: str) -> str:
     return str(gain(plain["ms"], merged["ms"]))
 
 
+def predicted_on_gpu(size: str) -> str:
+    """The gain that `todo` at 0.5 should have on a GPU at batch 2, where it was not measured."""
+    return gpu_onnx.predicted_gains(read("gpu_onnx")["rows"]).get((int(size), 2), NOT_MEASURED)
+
+
 def on_cpu(backend: str, size: str, method: str, ratio: str | None = None) -> str:
     """The gain of Stable Diffusion 1.5's UNet on a CPU at batch 2, by a method at a ratio."""
     config = ToMeConfig(method=method, use_rand=False, **({"ratio": float(ratio)} if ratio else {}))
@@ -325,6 +330,7 @@ def arm_psnr(images: str, *name: str) -> str:
 LOOKUPS: dict[str, Callable[..., Any]] = {
     "memory": memory,
     "on_gpu": on_gpu,
+    "predicted_on_gpu": predicted_on_gpu,
     "on_cpu": on_cpu,
     "gpu_row": gpu_row,
     "loader_gain": loader_gain,

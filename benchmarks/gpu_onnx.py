@@ -444,8 +444,8 @@ def reference_of(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, A
     return next(other for other in rows if other["arm"] == wanted and all(other[key] == row[key] for key in place))
 
 
-def predictions(rows: list[dict[str, Any]]) -> list[str]:
-    """A note with the gains that the checkerboard should have where it was not measured, from those of 2×2 cells.
+def predicted_gains(rows: list[dict[str, Any]]) -> dict[tuple[int, int], str]:
+    """The gains, by size and batch, that the checkerboard should have where it was not measured, from those of cells.
 
     Both need one gather, and the time that attention saves is proportional to the keys removed.
     """
@@ -458,12 +458,17 @@ def predictions(rows: list[dict[str, Any]]) -> list[str]:
         if row["arm"] == "onnxruntime todo 0.75" and place not in measured | gains.keys():
             of_cells = gain(reference_of(row, rows)["ms"], row["ms"])
             saved = (1 - 1 / of_cells.factor) * 0.5 / 0.75
-            predicted = f"{1 / (1 - saved):.2f}×" if of_cells.is_difference else NO_DIFFERENCE
-            gains[place] = f"{predicted} at {place[0]} px, batch {place[1]}"
+            gains[place] = f"{1 / (1 - saved):.2f}×" if of_cells.is_difference else NO_DIFFERENCE
+    return gains
+
+
+def predictions(rows: list[dict[str, Any]]) -> list[str]:
+    """A note with the predicted gains, if there are any."""
+    gains = [f"{gain} at {size} px, batch {batch}" for (size, batch), gain in predicted_gains(rows).items()]
     if not gains:
         return []
     return [
-        f"**Predicted, not measured**: {CHECKERBOARD} gains {', '.join(gains.values())}, if it saves two thirds of "
+        f"**Predicted, not measured**: {CHECKERBOARD} gains {', '.join(gains)}, if it saves two thirds of "
         "the time that todo 0.75 saves. It removes two thirds as many keys, by the same operator."
     ]
 
