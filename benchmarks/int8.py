@@ -245,10 +245,8 @@ def measure(options: argparse.Namespace) -> None:
     for precision in options.precision:
         row = {"size": options.size, "precision": precision, "threads": options.threads}
         seconds = seconds_of(options.size, precision, options.rounds, options.threads)
-        gains = [a / b for a, b in zip(seconds["plain"], seconds["merged"], strict=True)]
-        medians = {arm: statistics.median(times) for arm, times in seconds.items()}
-        print(f"{options.size} px, {PRECISIONS[precision]}: {medians}, gains {gains}", flush=True)
-        save("times", row | {"seconds": seconds, "medians": medians, "gain": statistics.median(gains), "gains": gains})
+        print(f"{options.size} px, {PRECISIONS[precision]}: {seconds}", flush=True)
+        save("times", row | {"seconds": seconds})
 
 
 def seconds_of(size: int, precision: str, rounds: int, threads: int) -> dict[str, list[float]]:
@@ -299,6 +297,8 @@ def report(options: argparse.Namespace) -> None:
     """Write `int8.md`."""
     from lab.markdown import table
 
+    from ppdiffusers_tome.comparison.clock import gain
+
     result = json.loads(RESULT.read_text(encoding="utf-8"))
     made, times = result["images"], result.get("times", [])
     sections = [f"# Token merging in int8\n\n{ABOUT}"]
@@ -306,12 +306,14 @@ def report(options: argparse.Namespace) -> None:
         sections.append(
             f"## One pass of Stable Diffusion 1.5's UNet\n\n{origin(times[0])}, {times[0]['threads']} threads."
         )
-        fp32 = {row["size"]: row["medians"]["plain"] for row in times if row["precision"] == "fp32"}
+        medians = [{arm: statistics.median(one) for arm, one in row["seconds"].items()} for row in times]
+        pairs = list(zip(times, medians, strict=True))
+        fp32 = {row["size"]: seconds["plain"] for row, seconds in pairs if row["precision"] == "fp32"}
         rows = []
-        for row in times:
-            seconds = row["medians"]
+        for row, seconds in pairs:
             total = f"{fp32[row['size']] / seconds['merged']:.2f}×" if row["size"] in fp32 else "–"
-            cells = [f"{seconds['plain']:.2f}", f"{seconds['merged']:.2f}", f"{row['gain']:.2f}×", total]
+            gained = gain(row["seconds"]["plain"], row["seconds"]["merged"])
+            cells = [f"{seconds['plain']:.2f}", f"{seconds['merged']:.2f}", str(gained), total]
             rows.append([f"{row['size']} px", PRECISIONS[row["precision"]], *cells])
         header = ["size", "precision", "plain, s", "merged, s", "gain of merging", "merged, against plain fp32"]
         sections.append("\n".join(table(header, rows)))
