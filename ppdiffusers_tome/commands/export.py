@@ -14,7 +14,7 @@ from ..export.arguments import EXPORT_FORMATS, check_arguments, default_format
 from ..export.diffusers_layout import LAYOUTS, RUNTIMES, choose_layout
 from ..export.export import write_export
 from ..export.loading import load_for_export
-from ..run.manifest import Manifest, parse_size, ratio_name
+from ..run.manifest import Manifest, is_refiner, parse_size, ratio_name
 from ..serving.prompt_file import PROMPTS
 from .image_options import add_command, naming_options
 from .merge_options import add_merge_options, add_removed_options, merge_configs
@@ -138,5 +138,4 @@ def _next_steps(manifest: Manifest, options: argparse.Namespace) -> str:
 
 def _can_serve(manifest: Manifest) -> bool:
     """Whether `serve` and `generate` take an export: those that need an image in each call are refused."""
-    is_refiner = "XL" in manifest.pipeline and not manifest.programs_of("text_encoder")
-    return not (manifest.controlnet or is_refiner or "Inpaint" in manifest.pipeline)
+    return not (manifest.controlnet or is_refiner(manifest) or "Inpaint" in manifest.pipeline)

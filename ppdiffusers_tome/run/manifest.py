@@ -245,6 +245,11 @@ def ratio_name(ratio: float) -> str:
     return f"{ratio + 0.0:g}"  # plus 0.0, because -0.0 is 0
 
 
+def is_refiner(manifest: Manifest) -> bool:
+    """Whether an export is SDXL's refiner: it has the second text encoder alone, and needs an image in every call."""
+    return "XL" in manifest.pipeline and not manifest.programs_of("text_encoder")
+
+
 def find_ratio(ratio: Any, ratios: Collection[float]) -> float:
     """The exported ratio that is the same as `ratio`.
 

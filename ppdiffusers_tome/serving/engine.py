@@ -16,7 +16,7 @@ from ppdiffusers import StableDiffusionXLPipeline as FromTextXL
 from ppdiffusers.image_processor import VaeImageProcessor
 
 from ..errors import ExportChangedError, ToMeConfigError
-from ..run.manifest import Manifest, Size, read_manifest
+from ..run.manifest import Manifest, Size, is_refiner, read_manifest
 from ..run.pipeline import load_pipeline
 from .jobs import AbandonedError, GeneratedImage, GenerationError, Job, JobError
 
@@ -264,9 +264,9 @@ def load_engine(
     manifest = read_manifest(folder)
     if manifest.controlnet:
         raise ToMeConfigError(f"{folder} has a ControlNet, which needs an image in every step: it cannot be served")
-    is_xl = manifest.pipeline.startswith("StableDiffusionXL")
-    if is_xl and not manifest.programs_of("text_encoder"):
+    if is_refiner(manifest):
         raise ToMeConfigError(f"{folder} is SDXL's refiner, which needs an image in every call: it cannot be served")
+    is_xl = manifest.pipeline.startswith("StableDiffusionXL")
     pipe = load_pipeline(folder, FromTextXL if is_xl else FromText, **settings)
     manifest = pipe.unet.manifest  # the folder may have been replaced
     if expected is not None and manifest.files != expected.files:
