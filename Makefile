@@ -164,11 +164,11 @@ bench-quality: $(VENV)/.installed-test ## measure the quality of merged images, 
 	mkdir -p $(RESULTS) && cp $(QUALITY)/quality.json $(RESULTS)/quality_scenes.json
 	$(EVALUATE) report $(RESULTS)/quality_scenes.json --images $(QUALITY) --output $(RESULTS)/..
 
-# Each line continues what its result has. Another number of images or other sources need a folder without results: RESULTS=build/alternatives/results.
+# A result of these images and sources is continued, and any other is replaced. RESULTS=build/alternatives/results keeps it.
 ALTERNATIVES = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/alternatives.py
 
 alternatives: $(VENV)/.installed-test ## compare merging with fewer steps, cached features and both by whole images, and write their page: hours
-	for mode in "" --time; do \
+	for mode in --restart --time; do \
 	$(ALTERNATIVES) --model examples/emoji_sd --size 128 --count 32 --output $(RESULTS) $$mode && \
 	$(ALTERNATIVES) $(SCENES) --count 64 --output $(RESULTS) $$mode && \
 	$(ALTERNATIVES) $(SCENES) --count 24 --strength 0.4 --output $(RESULTS) $$mode || exit 1; done

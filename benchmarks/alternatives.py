@@ -358,14 +358,20 @@ def compare(images: np.ndarray, plain: np.ndarray) -> dict[str, Any]:
     return {**{measure: float(np.median(of_images)) for measure, of_images in values.items()}, "images": values}
 
 
-def earlier_result(file: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """The result that a run continues, or {} if there is none.
+def earlier_result(file: Path, about: dict[str, Any], restarts: bool, times: bool) -> dict[str, Any]:
+    """The result that a run continues, or {} if it begins one.
 
-    The script ends if the result is about other images or other sources.
+    The script ends if the result is about other images or other sources, unless it `restarts`, and if it `times` and
+    there are no images.
     """
     result = read_json(file) if file.exists() else {}
+    if times and not result:
+        sys.exit(f"{file} does not exist: generate its images first, without --time.")
     if differing := [key for key, value in about.items() if result.get(key, value) != value]:
-        sys.exit(f"{file} has results of another {', '.join(differing)}: remove it, or choose another --output.")
+        if restarts and not times:
+            return {}
+        remedy = "generate its images again, without --time" if times else "pass --restart, or choose another --output"
+        sys.exit(f"{file} has results of another {', '.join(differing)}: {remedy}.")
     return result
 
 
@@ -492,6 +498,7 @@ def main() -> None:
     parser.add_argument("--guidance-scale", type=float, help="(default: the model's)")
     parser.add_argument("--strength", type=float, help="image-to-image from photographs (default: from noise)")
     parser.add_argument("--only", nargs="*", default=[], metavar="ARM", help="arms to measure (default: all)")
+    parser.add_argument("--restart", action="store_true", help="replace a result of other images or other sources")
     parser.add_argument("--time", action="store_true", help="time the arms that have images, on a quiet machine")
     parser.add_argument("--rounds", type=int, default=5, help="of --time (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="(default: %(default)s)")
@@ -514,7 +521,7 @@ def main() -> None:
     about |= {"prompts": [{"prompt": text, "seed": seed} for text, seed in prompts]}
     kind = "" if options.strength is None else "_photographs"
     file = options.output / f"alternatives_{Path(options.model).name}_{size}{kind}.json"
-    result = earlier_result(file, about)
+    result = earlier_result(file, about, options.restart, options.time)
     content = {key: result.get(key, default) for key, default in {"timing": None, "arms": []}.items()}
     command, made = shlex.join(["python", "benchmarks/alternatives.py", *sys.argv[1:]]), {}
     decisive = {**about, "prompts": prompts_of(options.model)}  # a larger --count continues with the same images

@@ -110,7 +110,7 @@ def test_an_arm_that_is_no_faster_has_no_factor_and_no_place_on_the_frontier():
     assert frame["on_onnxruntime"].tolist() == [True, False]
 
 
-def test_a_result_is_continued_timed_and_reported_and_one_of_other_images_is_refused(
+def test_a_result_is_continued_timed_and_reported_and_one_of_other_images_is_refused_or_replaced(
     model, tmp_path, monkeypatch, capsys
 ):
     arms = [Arm(ToMeConfig()), Arm(steps=1, dpm_solver=True), Arm(other_seed=True)]
@@ -152,7 +152,15 @@ def test_a_result_is_continued_timed_and_reported_and_one_of_other_images_is_ref
     text = (tmp_path / "alternatives.md").read_text()
     assert "1 steps" in text and "| ONNX Runtime | Paddle Inference |" in text
     assert [path.stem for path in tmp_path.glob("*.png")] == [file.stem]
-    with pytest.raises(SystemExit, match="another steps"):
+    with pytest.raises(SystemExit, match="another steps: pass --restart"):
         call(*images, "--steps", "3")
+    with pytest.raises(SystemExit, match="another steps: generate its images again, without --time"):
+        call(*images, "--steps", "3", "--time", "--restart")
+    with pytest.raises(SystemExit, match="does not exist: generate its images first"):
+        call(*about("2", "none"), *settings, "--time")
+    call(*images, "--steps", "3", "--restart", "--only", "default 0.5")
+    restarted = read_json(file)
+    assert restarted["steps"] == 3 and [arm["name"] for arm in restarted["arms"]] == ["default 0.5"]
+    assert restarted["timing"] is None
     with pytest.raises(SystemExit):
         call(*images, "--only", "2 steps")
