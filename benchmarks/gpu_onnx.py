@@ -120,7 +120,7 @@ def write_half(traceable: Any, dims: dict[str, int], folder: Path) -> Path:
     from ppdiffusers_tome.run.onnx_weights import SharedWeights
 
     with Converter() as converter, gpu_form(True):
-        files = tracing._trace(traceable, folder / "program", dims, "model")
+        files = tracing.write_program(traceable, folder / "program", dims, "model")
         SharedWeights(folder / "model.weights").move(converter.convert(*files, "model"), folder / "model.onnx")
     return half_program(ExportedFolder(folder), folder.resolve() / "model.onnx")
 

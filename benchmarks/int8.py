@@ -113,15 +113,15 @@ def export_sd15(folder: Path, side: int, ratio: float) -> None:
     dims = {"latent_height": side // 8, "latent_width": side // 8}
     shutil.copytree(folder_of(SCENES, dict(CASES)[SCENES], "plain"), folder, ignore=lambda *_: ["model_index.json"])
     with tempfile.TemporaryDirectory(dir=BUILD) as scratch, Converter() as converter:
-        files = tracing._trace(traceable, Path(scratch, "paddle"), dims, "UNet")
+        files = tracing.write_program(traceable, Path(scratch, "paddle"), dims, "UNet")
         del traceable
         onnx = Path(scratch, "unet.onnx")
         SharedWeights(onnx.with_suffix(".weights")).move(converter.convert(*files, "UNet"), onnx)
         layout = diffusers_layout.DiffusersLayout("openvino")
         target = folder / "unet" / "model.onnx"
-        diffusers_layout._write_model(onnx, target, "unet", ("out_sample",), Size(side, side), 8, layout)
-    diffusers_layout._convert_model(target.parent)
-    config = diffusers_layout._without_foreign(config)
+        diffusers_layout.write_model(onnx, target, "unet", ("out_sample",), Size(side, side), 8, layout)
+    diffusers_layout.convert_model(target.parent)
+    config = diffusers_layout.without_foreign(config)
     (target.parent / "config.json").write_text(json.dumps(config), encoding="utf-8")
     index = folder_of(SCENES, dict(CASES)[SCENES], "plain") / "model_index.json"
     shutil.copy(index, folder)  # the last file: the folder is complete

@@ -76,7 +76,8 @@ def load(layer: OneBlock, grid: Grid, folder: Path, threads: int, converter: Con
     config = layer.transformer.config
     sample = Input("sample", ("batch", config.in_channels, "height", "width"))
     text = Input("encoder_hidden_states", ("batch", SDXL.text, config.cross_attention_dim))
-    files = tracing._trace(Traceable(layer, (sample, text)), folder, {"height": grid.h, "width": grid.w}, "block")
+    traceable = Traceable(layer, (sample, text))
+    files = tracing.write_program(traceable, folder, {"height": grid.h, "width": grid.w}, "block")
     return OnnxProgram(converter.convert(*files, "block"), OnnxRuntime(threads=threads))
 
 

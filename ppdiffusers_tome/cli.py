@@ -1,7 +1,6 @@
 """`python -m ppdiffusers_tome`: the command line. It only dispatches to `commands`."""
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -20,8 +19,6 @@ example:
   {PROGRAM} serve --model build/scenes --open
 
 {PROGRAM} COMMAND --help lists the options of a command."""
-# Arguments in Python whose option has the same name, and their values, as messages of the package write them.
-ARGUMENT = re.compile(r"""\b(device|host|max_programs|port|precision|runtime)=(['"]?)([^\s,'"]+)\2(?=[\s,.:])""")
 INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
 
 
@@ -48,7 +45,7 @@ def exit_status(run: Callable[[], int], remedy: str = "") -> int:
     try:
         return run()
     except ToMeError as error:
-        print(f"error: {_with_options(str(error))}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -56,11 +53,6 @@ def exit_status(run: Callable[[], int], remedy: str = "") -> int:
     except KeyboardInterrupt:
         print(f"interrupted{remedy}", file=sys.stderr)
         return INTERRUPTED
-
-
-def _with_options(message: str) -> str:
-    """A message with "--device gpu" in place of "device='gpu'", and so on."""
-    return ARGUMENT.sub(lambda match: f"--{match[1].replace('_', '-')} {match[3]}", message)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -202,17 +202,17 @@ def write_layout(
         part = folder / name
         part.mkdir()
         outputs = _outputs(name, pipe)
-        _write_model(export / str(file.onnx), part / "model.onnx", name, outputs, size, vae_factor(pipe), layout)
+        write_model(export / str(file.onnx), part / "model.onnx", name, outputs, size, vae_factor(pipe), layout)
         _write_json(part / "config.json", _config(name, pipe, size, "vae_encoder" in files))
         if layout.format == "openvino":
-            _convert_model(part)
+            convert_model(part)
     for name in ("tokenizer", "tokenizer_2", "scheduler"):
         if (export / name).is_dir():
             shutil.move(export / name, folder / name)
     for path in folder.glob("tokenizer*/tokenizer_config.json"):
         _write_json(path, _tokenizer_config(path))
     path = folder / "scheduler" / "scheduler_config.json"
-    _write_json(path, _without_foreign(json.loads(path.read_text(encoding="utf-8"))))
+    _write_json(path, without_foreign(json.loads(path.read_text(encoding="utf-8"))))
     if layout.format == "openvino":
         _convert_tokenizers(folder)
     config, _ = merging[ratio]
@@ -236,7 +236,7 @@ def _outputs(model: str, pipe: DiffusionPipeline) -> tuple[str, ...]:
     return {"unet": ("out_sample",), "vae_decoder": ("sample",), "vae_encoder": ("mean", "logvar")}[model]
 
 
-def _write_model(
+def write_model(
     source: Path, target: Path, model: str, outputs: tuple[str, ...], size: Size, factor: int, layout: DiffusersLayout
 ) -> None:
     """Write one model as the loaders read it, and move its weights beside it."""
@@ -348,7 +348,7 @@ def _name_dimensions(value: "onnx.ValueInfoProto", height: int, width: int) -> N
                 dim.dim_value = (height, width)[axis - 2]
 
 
-def _convert_model(part: Path) -> None:
+def convert_model(part: Path) -> None:
     """Replace the ONNX model of a folder by OpenVINO's files."""
     openvino = load_module("openvino")
     source = part / "model.onnx"
@@ -385,13 +385,14 @@ def _config(model: str, pipe: DiffusionPipeline, size: Size, has_encoder: bool) 
         config = {name: getattr(encoder.config, name) for name in TEXT_CONFIG if hasattr(encoder.config, name)}
         return config | {"architectures": [type(encoder).__name__], "model_type": "clip_text_model"}
     if model != "unet":
-        return _without_foreign(dict(pipe.vae.config))
+        return without_foreign(dict(pipe.vae.config))
     latent = [size.height // vae_factor(pipe), size.width // vae_factor(pipe)]
     is_number = has_encoder or "text_encoder_2" in pipe.config or latent[0] == latent[1]
-    return _without_foreign(dict(pipe.unet.config)) | {"sample_size": max(latent) if is_number else latent}
+    return without_foreign(dict(pipe.unet.config)) | {"sample_size": max(latent) if is_number else latent}
 
 
-def _without_foreign(config: Mapping[str, Any]) -> dict[str, Any]:
+def without_foreign(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without the entries that the loaders do not know."""
     return {name: value for name, value in config.items() if name not in FOREIGN}
 
 

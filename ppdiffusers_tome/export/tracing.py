@@ -90,7 +90,7 @@ def save(
     return_memory()  # free the previous program's memory
     comparison = _Comparison(traceable, dims)
     fixed = {name: size for name, size in dims.items() if name != "tokens"} if planned.size else {}
-    program, params = _trace(traceable, root / folder, fixed, planned.label)
+    program, params = write_program(traceable, root / folder, fixed, planned.label)
     file = replace(planned, program=program.relative_to(root).as_posix(), params=params.relative_to(root).as_posix())
     runtime = PaddleRuntime(threads=max(MIN_THREADS, threads), onednn=False)
 
@@ -210,8 +210,21 @@ def _arrays(outputs: Any) -> list[np.ndarray]:
     return [tensor.numpy() for tensor in tensors]
 
 
-def _trace(traceable: Traceable, folder: Path, fixed: Mapping[str, int], label: str) -> tuple[Path, Path]:
-    """Write the program of a layer; returns its files, the program and its weights."""
+def write_program(traceable: Traceable, folder: Path, fixed: Mapping[str, int], label: str) -> tuple[Path, Path]:
+    """Write the program of a layer as folder/inference.*, without comparing it with the layer: see `save`.
+
+    Args:
+        traceable: the layer, which must not be used afterwards.
+        folder: it is created if it does not exist.
+        fixed: dimensions that have one size in the program; all other named ones are dynamic.
+        label: what the layer is, for errors.
+
+    Returns:
+        The program, and its weights.
+
+    Raises:
+        ToMeExportError: Paddle cannot trace the layer.
+    """
     spec = [{field.name: field.spec(fixed) for field in traceable.inputs}]
     try:
         with warnings.catch_warnings(), _without_auto_cast():

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ..errors import ToMeConfigError, ToMeError, ToMeExportError
+from ..errors import ParameterError, ToMeError, ToMeExportError
 from .folder import ExportedFolder
 from .manifest import ProgramFile
 from .onnx_weights import IN_MEMORY, OPTIMIZED, WEIGHTS_FOLDER, weight_files
@@ -49,19 +49,15 @@ class OnnxRuntime(Runtime):
         super().__post_init__()
         kind, _, index = str(self.device).partition(":")
         if kind not in PROVIDERS or (index and not (kind == "cuda" and index.isdecimal())):
-            names = ", ".join(PROVIDERS)
-            raise ToMeConfigError(f"device={self.device!r} is not allowed: it must be {names} or cuda:N.")
+            raise ParameterError("device", self.device, f"it must be {', '.join(PROVIDERS)} or cuda:N.")
         if self.precision not in (("fp32", "fp16") if kind == "cuda" else ("fp32",)):
-            raise ToMeConfigError(
-                f"precision={self.precision!r} is not allowed: ONNX Runtime computes in fp32 here, and on "
-                "device='cuda' also in fp16."
-            )
+            rule = "ONNX Runtime computes in fp32 here, and with CUDA also in fp16."
+            raise ParameterError("precision", self.precision, rule)
         available = load_module("onnxruntime").get_available_providers()
         if PROVIDERS[kind] not in available:
-            raise ToMeConfigError(
-                f"device={self.device!r} is not in this build of ONNX Runtime, which has {', '.join(available)}: "
-                "install the build that has it, such as onnxruntime-gpu in place of onnxruntime."
-            )
+            remedy = "install the build that has it, such as onnxruntime-gpu in place of onnxruntime."
+            rule = f"this build of ONNX Runtime has only {', '.join(available)}: {remedy}"
+            raise ParameterError("device", self.device, rule)
 
     @property
     def kind(self) -> str:
@@ -127,7 +123,7 @@ def _open_session(path: Path, runtime: OnnxRuntime, folder: ExportedFolder | Non
         raise load_error(onnxruntime, path, error) from error
     if session.get_providers()[0] != provider:  # it falls back to the CPU with a warning
         raise ToMeExportError(
-            f"ONNX Runtime {onnxruntime.__version__} cannot use device={runtime.device!r}: check its driver and "
+            f"ONNX Runtime {onnxruntime.__version__} cannot use the device {runtime.device}: check its driver and "
             "libraries."
         )
     return session

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ..errors import ToMeConfigError
+from ..errors import ParameterError
 from .folder import ExportedFolder
 from .manifest import ProgramFile
 from .runtime import Program, Runtime, load_error, load_module
@@ -36,16 +36,14 @@ class OpenVinoRuntime(Runtime):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.precision not in PRECISIONS:
-            raise ToMeConfigError(f"precision={self.precision!r} is not allowed: it must be one of {[*PRECISIONS]}.")
+            raise ParameterError("precision", self.precision, f"it must be one of {[*PRECISIONS]}.")
         core = load_module("openvino").Core()
         available = [device.lower() for device in core.available_devices]
         if str(self.device).lower() not in available:
-            raise ToMeConfigError(f"device={self.device!r} is not allowed: OpenVINO finds {', '.join(available)}.")
+            raise ParameterError("device", self.device, f"OpenVINO finds {', '.join(available)}.")
         has = core.get_property(self.device.upper(), "OPTIMIZATION_CAPABILITIES")
         if self.precision != "fp32" and self.precision.upper() not in has:
-            raise ToMeConfigError(
-                f"precision={self.precision!r} is not in the hardware of device={self.device!r}: use fp32."
-            )
+            raise ParameterError("precision", self.precision, f"the device {self.device} does not have it: use fp32.")
 
     def load(self, folder: ExportedFolder, file: ProgramFile) -> "OpenVinoProgram":
         return OpenVinoProgram(folder, file, self)

@@ -10,7 +10,7 @@ import numpy as np
 import paddle
 from paddle import inference
 
-from ..errors import ToMeConfigError, ToMeError, ToMeExportError
+from ..errors import ParameterError, ToMeConfigError, ToMeError, ToMeExportError
 from .folder import ExportedFolder
 from .manifest import ProgramFile
 from .runtime import Program, Runtime, error_summary, is_accurate
@@ -45,22 +45,20 @@ class PaddleRuntime(Runtime):
         super().__post_init__()
         kind, _, index = str(self.device).partition(":")
         if kind not in ("cpu", "gpu") or (index and not (kind == "gpu" and index.isdecimal())):
-            raise ToMeConfigError(f'device={self.device!r} is not allowed: it must be "cpu", "gpu" or "gpu:N".')
+            raise ParameterError("device", self.device, 'it must be "cpu", "gpu" or "gpu:N".')
         if self.precision not in PRECISIONS:
-            raise ToMeConfigError(f"precision={self.precision!r} is not allowed: it must be one of {[*PRECISIONS]}.")
+            raise ParameterError("precision", self.precision, f"it must be one of {[*PRECISIONS]}.")
         if kind == "cpu" and self.precision != "fp32":
-            raise ToMeConfigError(
-                f"precision={self.precision!r} needs device='gpu': on a CPU, Paddle Inference runs in fp32, and "
-                "runtime='openvino' also in bf16."
-            )
+            rule = "on a CPU Paddle Inference runs in fp32. OpenVINO also has bf16 there."
+            raise ParameterError("precision", self.precision, rule)
         if kind == "gpu" and self.onednn:
-            raise ToMeConfigError("onednn=True needs device='cpu': oneDNN has CPU kernels only.")
+            raise ParameterError("onednn", True, "oneDNN has kernels for CPUs only.")
         gpus = paddle.device.cuda.device_count()
         if kind == "gpu" and int(index or 0) >= gpus:
             remedy = "this is a CPU build of Paddle, install paddlepaddle-gpu in place of paddlepaddle"
             if paddle.is_compiled_with_cuda():
                 remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES"
-            raise ToMeConfigError(f"device={self.device!r} does not exist, Paddle finds {gpus} GPUs: {remedy}.")
+            raise ParameterError("device", self.device, f"Paddle finds {gpus} GPUs: {remedy}.")
 
     @property
     def gpu(self) -> int | None:

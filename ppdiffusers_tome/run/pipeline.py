@@ -12,7 +12,7 @@ from typing import Any
 import ppdiffusers
 from ppdiffusers import DiffusionPipeline
 
-from ..errors import ToMeConfigError, ToMeError, ToMeExportError
+from ..errors import ParameterError, ToMeConfigError, ToMeError, ToMeExportError
 from .manifest import CONFIGS, CONTROLNET_CONFIG, COPIED, MANIFEST, Manifest, open_export
 from .models import ExportedControlNet, ExportedTextEncoder, ExportedUNet, ExportedVAE
 from .onnx_runtime import OnnxRuntime
@@ -67,7 +67,7 @@ def load_pipeline(
     folder = Path(folder)
     is_count = isinstance(max_programs, int) and not isinstance(max_programs, bool)
     if max_programs is not None and not (is_count and max_programs >= 1):
-        raise ToMeConfigError(f"max_programs={max_programs!r} is not allowed: it must be 1 or more, or None.")
+        raise ParameterError("max_programs", max_programs, "it must be 1 or more, or None.")
     if runtime is not None:
         choose_runtime(runtime, **settings)  # raises before the weights are compared
     exported, manifest = open_export(folder, verify)
@@ -110,7 +110,7 @@ def choose_runtime(runtime: str, **settings: Any) -> Runtime:
         ToMeExportError: the runtime is not installed.
     """
     if runtime not in RUNTIMES:
-        raise ToMeConfigError(f"runtime={runtime!r} is not allowed: it must be one of {[*RUNTIMES]}.")
+        raise ParameterError("runtime", runtime, f"it must be one of {[*RUNTIMES]}.")
     allowed = [field.name for field in fields(RUNTIMES[runtime])]
     if unknown := sorted(set(settings) - set(allowed)):
         others = [name for name, cls in RUNTIMES.items() if set(unknown) <= {field.name for field in fields(cls)}]
@@ -125,9 +125,10 @@ def check_format(folder: Path, manifest: Manifest, runtime: str) -> None:
     """Raise ToMeExportError if a folder has no programs for a runtime of this name."""
     if RUNTIMES[runtime].format not in manifest.formats:
         missing = {"paddle": "Paddle", "onnx": "ONNX"}[RUNTIMES[runtime].format]
-        others = [f'runtime="{name}"' for name, other in RUNTIMES.items() if other.format in manifest.formats]
+        others = [name for name, other in RUNTIMES.items() if other.format in manifest.formats]
         raise ToMeExportError(
-            f"{folder} has no {missing} programs: load it with {' or '.join(others)}, or export it with --format both."
+            f"{folder} has no {missing} programs: load it in the runtime {' or '.join(others)}, or export it with "
+            "--format both."
         )
 
 

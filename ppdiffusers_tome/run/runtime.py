@@ -117,4 +117,4 @@ def load_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ToMeExportError(f"{error}. runtime={name!r} needs: {install_command('onnx')}") from error
+        raise ToMeExportError(f"{error}. The runtime {name} needs: {install_command('onnx')}") from error

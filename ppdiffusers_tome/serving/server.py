@@ -91,8 +91,8 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError, ValueError) as error:
         listener.close()
         is_in_use = isinstance(error, OSError) and error.errno == EADDRINUSE
-        remedy = ". Choose another --port, or 0 for a free one." if is_in_use else ""
-        raise ToMeConfigError(f"host={host!r}, port={port}: cannot listen on this address: {error}{remedy}") from error
+        remedy = ". Choose another port, or 0 for a free one." if is_in_use else ""
+        raise ToMeConfigError(f"cannot listen on {host}, port {port}: {error}{remedy}") from error
 
 
 class DrainingServer(uvicorn.Server):

@@ -363,7 +363,7 @@ def test_images_of_an_exported_folder_are_those_of_its_ratios(exported_folder, t
             ["--controlnet", "net", "--image", "x"],
             "--controlnet net is not allowed for .*: a ControlNet is part of it",
         ),
-        (["--runtime", "onnxruntime"], "has no ONNX programs: load it with --runtime paddle,"),
+        (["--runtime", "onnxruntime"], "has no ONNX programs: load it in the runtime paddle,"),
         (["--runtime", "paddle", "--device", "tpu"], "error: --device tpu is not allowed"),
     ],
 )

@@ -389,10 +389,7 @@ def test_steps_and_guidance_scale_are_the_models_own(tmp_path, exported_folder):
         (["--max-programs", "0"], "--max-programs 0 is not allowed: it must be 1 or more"),
         (["--ray", "--actors", "0"], "--actors 0 is not allowed"),
         (["--runtime", "openvino"], "{folder} has no ONNX programs"),
-        (
-            ["--precision", "fp16"],
-            "error: --precision fp16 needs --device gpu: on a CPU, Paddle Inference runs in fp32",
-        ),
+        (["--precision", "fp16"], "error: --precision fp16 is not allowed: on a CPU Paddle Inference runs in fp32"),
         ([], "line 2: steps: Input should be a valid integer, not 'many'"),
     ],
 )
