@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -259,10 +259,10 @@ def gpu_row(size: str) -> list[str]:
     return cells
 
 
-def choice(*name: str, folder: str = "") -> list[str]:
+def choice(*name: str) -> list[str]:
     """A way to merge: the gain of a whole scene, and the PSNR of scenes and of photographs."""
-    speed, psnr, _ = alternative(f"{folder}scenes_sd_256", *name)
-    return [speed, psnr, alternative(f"{folder}scenes_sd_256_photographs", *name)[1]]
+    speed, psnr, _ = alternative("scenes_sd_256", *name)
+    return [speed, psnr, alternative("scenes_sd_256_photographs", *name)[1]]
 
 
 def by_runtime(backend: str) -> list[str]:
@@ -297,15 +297,9 @@ def block(name: str, settings: str) -> list[str]:
 
 
 def arm_of(images: str, name: str) -> dict[str, Any]:
-    """An arm of alternatives_IMAGES.json; FOLDER/IMAGES names one in a folder of the results."""
-    (row,) = [row for row in read_alternatives(images)["arms"] if row["name"] == name]
+    """An arm of alternatives_IMAGES.json."""
+    (row,) = [row for row in read(f"alternatives_{images}")["arms"] if row["name"] == name]
     return row
-
-
-def read_alternatives(images: str) -> dict[str, Any]:
-    """The result of which `arm_of` returns an arm."""
-    folder, slash, name = images.rpartition("/")
-    return read(f"{folder}{slash}alternatives_{name}")
 
 
 def alternative(images: str, *name: str) -> list[str]:
@@ -317,13 +311,19 @@ def alternative(images: str, *name: str) -> list[str]:
 def image_speed_up(images: str, runtime: str, *name: str) -> str:
     """The gain of whole images of an arm in a runtime."""
     arm = alternatives.arm_of(arm_of(images, " ".join(name)))
-    gained = alternatives.image_gain(read_alternatives(images), arm, runtime)
+    gained = alternatives.image_gain(read(f"alternatives_{images}"), arm, runtime)
     return NOT_MEASURED if gained is None else str(gained)
 
 
 def arm_psnr(images: str, *name: str) -> str:
     """The median PSNR of an arm, in dB."""
     return f"{arm_of(images, ' '.join(name))['psnr']:.1f}"
+
+
+def shifted_is_closer(images: str) -> str:
+    """In how many images `todo` at 0.75 is closer to plain with sx=4 than with 2×2 cells, by PSNR."""
+    shifted, cells = (arm_of(images, f"todo 0.75{cell}")["images"]["psnr"] for cell in (", sx=4", ""))
+    return f"{sum(a > b for a, b in zip(shifted, cells, strict=True))} of {len(cells)}"
 
 
 # The functions that a document may name.
@@ -338,11 +338,11 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
     "cpu_gain": cpu_gain,
     "sdxl_block": sdxl_block,
     "choice": choice,
-    "checkerboard": partial(choice, folder="checkerboard/"),
     "by_runtime": by_runtime,
     "block": block,
     "image_speed_up": image_speed_up,
     "arm_psnr": arm_psnr,
+    "shifted_is_closer": shifted_is_closer,
 }
 
 
@@ -350,18 +350,29 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
 
 SETS = {"scenes_sd_256": "scenes", "scenes_sd_256_photographs": "photographs", "emoji_sd_128": "simple images"}
 ARMS = (  # of alternatives_*.json on the page, where a result has them
-    *(
-        "default 0.25",
-        "default 0.5",
-        "default 0.7",
-        "default 0.8, sx=4",
-        "symmetric 0.5",
-        "kv 0.5",
-        "kv 0.7",
-        "kv 0.75",
-    ),
-    *("todo 0.75, use_rand=True", "todo 0.75", "tomesd 0.5", "16 steps", "14 steps", "12 steps", "10 steps"),
-    *("DPM-Solver++, 10 steps", "DeepCache 2", "DeepCache 2 + default 0.5", "14 steps + default 0.5", "another seed"),
+    "default 0.25",
+    "default 0.35",
+    "default 0.5",
+    "default 0.7",
+    "default 0.8, sx=4",
+    "symmetric 0.5",
+    "kv 0.5",
+    "kv 0.7",
+    "kv 0.75",
+    "todo 0.5",
+    "todo 0.75",
+    "todo 0.75, sx=4",
+    "todo 0.75, use_rand=True",
+    "tomesd 0.5",
+    "16 steps",
+    "14 steps",
+    "12 steps",
+    "10 steps",
+    "DPM-Solver++, 10 steps",
+    "DeepCache 2",
+    "DeepCache 2 + default 0.5",
+    "14 steps + default 0.5",
+    "another seed",
 )
 
 

@@ -41,6 +41,7 @@ MERGED = {
     "default 0.75": {"ratio": 0.75},
     "kv 0.75": {"ratio": 0.75, "method": "kv"},
     "todo 0.75": {"ratio": 0.75, "method": "todo"},
+    "todo 0.75, sx=4": {"ratio": 0.75, "method": "todo", "sx": 4},
     "todo 0.5": {"ratio": 0.5, "method": "todo"},
     "symmetric 0.5": {"ratio": 0.5, "method": "symmetric"},
     "tomesd 0.5": {"ratio": 0.5, "method": "tomesd"},
@@ -64,7 +65,13 @@ ROUNDS, SECONDS = 7, 0.2  # an arm runs for SECONDS in each round
 NOISY, REPETITIONS = 1.2, 2  # a time this much above the arm's fastest is measured again, so many times
 REFERENCE = (512, 2)  # the cell whose outputs are compared with the CPU's
 WEIGHTS, ORIGIN = "weights", "origin.json"
-BOUNDS = {"default 0.5": 59, "kv 0.75": 32, "todo 0.75": 1, "todo 0.5": 1}  # operators that merging adds to a block
+BOUNDS = {  # operators that merging adds to a block
+    "default 0.5": 59,
+    "kv 0.75": 32,
+    "todo 0.75": 1,
+    "todo 0.75, sx=4": 1,
+    "todo 0.5": 1,
+}
 FREE = ("Reshape", "Squeeze", "Unsqueeze")  # operators that launch no kernel
 
 

@@ -24,7 +24,7 @@ KNOWN = (
     ToMeConfig(ratio=0.75, method="kv"),
     ToMeConfig(ratio=0.75, method="kv", window=None),
     ToMeConfig(ratio=0.5, method="todo"),
-    ToMeConfig(method="todo"),
+    ToMeConfig(ratio=0.75, method="todo", sx=4),
 )
 
 

@@ -49,7 +49,7 @@ def test_calls_that_documents_recommend_are_those_that_were_measured(document):
     text = (ROOT / document).read_text(encoding="utf-8")
     for call in re.findall(CALL, text):
         arguments(call)  # an argument that is not allowed raises
-    marked = r"^.*`(pipe\.apply_tome\(.*?\))`.*<!--: (?:choice|checkerboard|alternative \S+) (.+?) -->"
+    marked = r"^.*`(pipe\.apply_tome\(.*?\))`.*<!--: (?:choice|alternative \S+) (.+?) -->"
     measured = re.findall(marked, text, re.MULTILINE)
     assert bool(measured) != document.startswith("README")  # the READMEs have no table of methods
     arms = {arm.name: arm for arm in figures.alternatives.list_arms()}

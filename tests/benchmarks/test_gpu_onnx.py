@@ -38,7 +38,7 @@ def test_a_block_for_gpus_has_few_operators_more_than_plain():
     assert {arm: operators <= gpu_onnx.BOUNDS[arm] for arm, (operators, _) in added.items()} == dict.fromkeys(
         added, True
     )
-    assert added["todo 0.75"] == added["todo 0.5"] == (1, 1)
+    assert added["todo 0.75"] == added["todo 0.75, sx=4"] == added["todo 0.5"] == (1, 1)
     assert 0 < added["default 0.5"][1] < added["default 0.5"][0]
 
 
