@@ -284,7 +284,7 @@ def test_each_method_runs_at_the_ratios_that_it_allows(tmp_path):
 
 def test_command_saves_the_settings_that_reach_the_goal(model, tmp_path, capsys, monkeypatch):
     """The file is one that `apply_tome` and `export --config` read, and has how it was chosen."""
-    gains = {"default 0.3": 1.2, "default 0.5": 1.5, "todo 0.75": 1.6}
+    gains = {"default 0.3": 1.2, "default 0.5": 1.5, "todo 0.75, sx=4": 1.6}
     measured, tried = ComparedArm.figures, []
 
     def with_gain(arm, plain):
@@ -305,13 +305,13 @@ def test_command_saves_the_settings_that_reach_the_goal(model, tmp_path, capsys,
         1.5,
     )
     assert [row["arm"] for row in content["compared"]] == tried
-    methods = ["default 0.3", "default 0.5", "default 0.75", "default 0.8, sx=4", "todo 0.5", "todo 0.75"]
+    methods = ["default 0.3", "default 0.5", "default 0.75", "default 0.8, sx=4", "todo 0.5", "todo 0.75, sx=4"]
     assert tried == ["plain", *methods]
     assert main(["compare", *options, "--goal", "33dB"]) == 0
-    assert ToMeConfig.load(save) == ToMeConfig(method="todo")
+    assert ToMeConfig.load(save) == ToMeConfig(ratio=0.75, method="todo", sx=4)
     save.unlink()
     assert main(["compare", *options, "--goal", "1.7x"]) == 1
-    assert "the best is todo 0.75, 1.60× as fast as plain" in capsys.readouterr().out and not save.exists()
+    assert "the best is todo 0.75, sx=4, 1.60× as fast as plain" in capsys.readouterr().out and not save.exists()
     monkeypatch.setattr(ComparedArm, "figures", lambda arm, plain: replace(measured(arm, plain), gain=None))
     assert main(["compare", *options, "--goal", "30dB", "--ratio", "0.5"]) == 1
     assert "nothing is faster than plain here. Nothing is saved." in capsys.readouterr().out and not save.exists()

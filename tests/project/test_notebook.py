@@ -95,12 +95,12 @@ def test_notebook_runs_whole(notebook, monkeypatch, tmp_path):
     shown = [output.data["image/png"] for output in outputs if output.output_type == "display_data"]
     text = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
     rows = re.findall(
-        r"^\| (plain|\w+ 0\.\d+) \| [\d.]+ \| [\d.]+× \| ([\d.]+) \| ([\d.]+|inf) \|$", text, re.MULTILINE
+        r"^\| (plain|\w+ 0\.\d+(?:, sx=4)?) \| [\d.]+ \| [\d.]+× \| ([\d.]+) \| ([\d.]+|inf) \|$", text, re.MULTILINE
     )
-    assert len(set(shown)) == 2 * 4
+    assert len(set(shown)) == 2 * 6
     assert "hubs that answer: not asked" in text
     assert text.index("examples/emoji_sd, 64 px, 2 steps") < text.index("examples/emoji_sd, 32 px, 2 steps")
-    arms = ["plain", "default 0.25", "default 0.5", "default 0.75", "todo 0.75"]
+    arms = ["plain", "default 0.25", "default 0.5", "default 0.75", "todo 0.5", "todo 0.75", "todo 0.75, sx=4"]
     assert [title for title, _, _ in rows] == 2 * arms
     rows = rows[: len(arms)]
     memory, distances = zip(*((float(memory), float(psnr)) for _, memory, psnr in rows), strict=True)
