@@ -573,7 +573,7 @@ def test_precision_needs_hardware(monkeypatch, tmp_path, capsys):
     output = tmp_path / "result.json"
     options = ["--model", str(EMOJI_SD), "--size", "64", "--backend", "openvino-bf16", "--output", str(output)]
     assert bench.main(["--arms", "plain", *options]) == 2
-    assert "precision='bf16' is not allowed" in capsys.readouterr().err
+    assert "precision='bf16' is not allowed: the device cpu does not have it" in capsys.readouterr().err
     assert not output.exists()
 
 
