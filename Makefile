@@ -167,11 +167,16 @@ bench-quality: $(VENV)/.installed-test ## measure the quality of merged images, 
 # A result of these images and sources is continued, and any other is replaced. RESULTS=build/alternatives/results keeps it.
 ALTERNATIVES = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/alternatives.py
 
+VARIANT_ARMS = --only "interlace 0.5" "interlace 0.75" "default 0.5" "todo 0.75" "tomesd 0.5"
+
 alternatives: $(VENV)/.installed-test ## compare merging with fewer steps, cached features and both by whole images, and write their page: hours
 	for mode in --restart --time; do \
 	$(ALTERNATIVES) --model examples/emoji_sd --size 128 --count 32 --output $(RESULTS) $$mode && \
 	$(ALTERNATIVES) $(SCENES) --count 64 --output $(RESULTS) $$mode && \
-	$(ALTERNATIVES) $(SCENES) --count 24 --strength 0.4 --output $(RESULTS) $$mode || exit 1; done
+	$(ALTERNATIVES) $(SCENES) --count 24 --strength 0.4 --output $(RESULTS) $$mode && \
+	$(ALTERNATIVES) $(SCENES) --count 24 --dpm-solver $(VARIANT_ARMS) --output $(RESULTS) $$mode && \
+	$(ALTERNATIVES) $(SCENES) --count 24 --steps 10 $(VARIANT_ARMS) --output $(RESULTS) $$mode && \
+	$(ALTERNATIVES) $(SCENES) --count 24 --guidance-scale 7.5 $(VARIANT_ARMS) --output $(RESULTS) $$mode || exit 1; done
 	$(ALTERNATIVES) report --output $(RESULTS)
 
 figures: $(VENV)/.installed ## write the figures of the committed results into the documents

@@ -82,7 +82,8 @@ TABLE = {  # column of the frame → title and form of the table's
     "psnr": ("PSNR, dB", "{psnr:.1f} ({low:.1f}–{high:.1f})"),
     "perceptual": ("ST-LPIPS", "{perceptual:.4f}"),
 }
-SHEET = ("default 0.25", "default 0.5", "default 0.7", "tomesd 0.5", "10 steps")
+VARIANTS = {"_dpm_solver": "DPM-Solver++", "_10_steps": "10 steps", "_guidance_7.5": "guidance 7.5"}  # in file names
+SHEET = ("interlace 0.5", "interlace 0.75", "interlace 0.875", "tomesd 0.5", "10 steps")
 
 
 def group_of(arm: Arm) -> str:
@@ -127,18 +128,14 @@ def arm_of(entry: dict[str, Any]) -> Arm:
 
 def list_arms() -> list[Arm]:
     """All arms but the plain one, those that matter most first: a run may be ended early."""
-    half, todo = ToMeConfig(), ToMeConfig(method="todo")
-    arms = [Arm(half), Arm(ToMeConfig(method="todo", use_rand=True)), Arm(todo), Arm(ToMeConfig(0.75, "kv"))]
-    arms += [Arm(ToMeConfig(0.5, "todo")), Arm(ToMeConfig(0.35))]  # a checkerboard, and the default that is as fast
-    arms += [Arm(ToMeConfig(0.75, "todo", sx=4))]  # every fourth token of a row, shifted by two in every other row
-    arms += [Arm(ToMeConfig(method="symmetric")), Arm(ToMeConfig(method="tomesd"))]
-    arms += [Arm(ToMeConfig(ratio)) for ratio in (0.25, 0.7)]
-    arms += [Arm(ToMeConfig(ratio, "kv")) for ratio in (0.5, 0.7)]
-    arms += [Arm(ToMeConfig(0.45))]  # as much attention as kv 0.7
-    arms += [Arm(steps=steps) for steps in (16, 14, 12, 10)]
-    arms += [Arm(other_seed=True), Arm(every=2), Arm(half, every=2)]
-    arms += [Arm(half, steps=14), Arm(steps=10, dpm_solver=True), Arm(gate=10)]
-    return [*arms, Arm(ToMeConfig(0.8, sx=4))]
+    fast = ToMeConfig(0.75, "interlace")
+    arms = [Arm(ToMeConfig(ratio, "interlace")) for ratio in (0.5, 0.75, 0.875)]
+    arms += [Arm(ToMeConfig(ratio, "default")) for ratio in (0.25, 0.5, 0.7)]
+    arms += [Arm(ToMeConfig(ratio, method)) for method, ratio in (("todo", 0.5), ("todo", 0.75), ("tomesd", 0.5))]
+    arms += [Arm(steps=10), Arm(fast, steps=10), Arm(every=2), Arm(fast, every=2), Arm(other_seed=True)]
+    arms += [Arm(ToMeConfig(0.25, "tomesd")), Arm(steps=12), Arm(steps=14), Arm(steps=16)]
+    arms += [Arm(steps=10, dpm_solver=True), Arm(gate=10)]
+    return [*arms, *(Arm(ToMeConfig(ratio, method)) for method, ratio in (("kv", 0.75), ("kv", 0.5), ("symmetric", 0.5)))]
 
 
 class Reused:
@@ -258,10 +255,13 @@ def pass_name(key: Arm, reuses: bool) -> str:
 
 
 class Programs:
-    """The programs of a model at one size, in `build/`: each is traced when it is first needed."""
+    """The programs of a model at one size, in `build/`: each is traced when it is first needed.
 
-    def __init__(self, evaluation: Evaluation) -> None:
-        self._evaluation = evaluation
+    With `dpm_solver` DPM-Solver++ replaces the model's scheduler in all arms.
+    """
+
+    def __init__(self, evaluation: Evaluation, dpm_solver: bool) -> None:
+        self._evaluation, self._dpm_solver = evaluation, dpm_solver
         decisive = [sources(), model_files(evaluation.model), evaluation.size]
         self._folder = ROOT / "build" / "alternatives" / digest(decisive)
         self._pipeline = self._folder / "pipeline"
@@ -277,7 +277,7 @@ class Programs:
         pipe = load_pipeline(self._pipeline, runtime=runtime, threads=self._evaluation.threads)
         passes = Passes(pipe.unet.config, arm, *(unet or self.load_all(arm, runtime)))
         parts = {**pipe.components, "unet": passes}
-        if arm.dpm_solver:
+        if arm.dpm_solver or self._dpm_solver:
             parts["scheduler"] = DPMSolverMultistepScheduler.from_config(pipe.scheduler.config)
         kinds = (StableDiffusionPipeline, StableDiffusionImg2ImgPipeline)
         return Engine(*(kind(**parts, requires_safety_checker=False) for kind in kinds)), passes
@@ -375,9 +375,10 @@ def earlier_result(file: Path, about: dict[str, Any], restarts: bool, times: boo
     return result
 
 
-def measure(evaluation: Evaluation, content: dict[str, Any], names: Sequence[str], folder: Path) -> Iterator[str]:
+def measure(
+    evaluation: Evaluation, saved: Programs, content: dict[str, Any], names: Sequence[str], folder: Path
+) -> Iterator[str]:
     """Generate and compare the named arms, or all, that the content lacks; yields a line when one is in it."""
-    saved = Programs(evaluation)
     plain = generate_all(evaluation, saved, Arm(), folder / "images" / "plain")
     done = {entry["name"] for entry in content["arms"]}
     for arm in list_arms():
@@ -389,9 +390,9 @@ def measure(evaluation: Evaluation, content: dict[str, Any], names: Sequence[str
         yield "{name}: {psnr:.1f} dB, {perceptual:.4f}".format(**content["arms"][-1])
 
 
-def time_passes(evaluation: Evaluation, arms: Sequence[Arm], rounds: int) -> dict[str, Any]:
+def time_passes(evaluation: Evaluation, saved: Programs, arms: Sequence[Arm], rounds: int) -> dict[str, Any]:
     """Seconds of each pass of the arms in turns, and of the rest of an image, in each runtime."""
-    seconds, saved, job = {}, Programs(evaluation), jobs_of(evaluation, Arm())[0]
+    seconds, job = {}, jobs_of(evaluation, Arm())[0]
     inputs = saved.inputs()
     for runtime in TIMED:
         nothing = saved.engine(Arm(), runtime, [lambda sample, **_: [sample]])
@@ -470,6 +471,7 @@ def write_report(files: Sequence[Path], output: Path) -> str:
         frame, figures = read_frame(result), []
         title = f"{Path(result['model']).name}, {result['size']} px, {len(result['prompts'])} images"
         title += f", strength {result['strength']:g}" if result["strength"] else ""
+        title += "".join(f", {words}" for name, words in VARIANTS.items() if name in file.stem)
         frame[["low", "high"]] = [quartiles(images["psnr"])[1:] for images in frame["images"]]
         cells = cells_of(frame, TABLE).set_index("arm")
         for runtime, name in TIMED.items():
@@ -496,6 +498,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=8, help="images of each arm (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="of plain images (default: the model's)")
     parser.add_argument("--guidance-scale", type=float, help="(default: the model's)")
+    parser.add_argument("--dpm-solver", action="store_true", help="DPM-Solver++ for all arms (default: the model's)")
     parser.add_argument("--strength", type=float, help="image-to-image from photographs (default: from noise)")
     parser.add_argument("--only", nargs="*", default=[], metavar="ARM", help="arms to measure (default: all)")
     parser.add_argument("--restart", action="store_true", help="replace a result of other images or other sources")
@@ -517,10 +520,14 @@ def main() -> None:
     evaluation = Evaluation(options.model, prompts, size, steps, guidance, threads, options.strength)
     about = {"model": options.model, "model_files": model_files(options.model), "sources": sources(), "size": size}
     about |= {"steps": steps, "guidance_scale": guidance, "strength": options.strength}
-    about |= {"scheduler": type(load_model(options.model).scheduler).__name__}
+    scheduler = DPMSolverMultistepScheduler if options.dpm_solver else type(load_model(options.model).scheduler)
+    about |= {"scheduler": scheduler.__name__}
     about |= {"prompts": [{"prompt": text, "seed": seed} for text, seed in prompts]}
     kind = "" if options.strength is None else "_photographs"
-    file = options.output / f"alternatives_{Path(options.model).name}_{size}{kind}.json"
+    kind += "_dpm_solver" if options.dpm_solver else ""
+    kind += "" if options.steps is None else f"_{options.steps}_steps"
+    kind += "" if options.guidance_scale is None else f"_guidance_{options.guidance_scale:g}"
+    file, saved = options.output / f"alternatives_{Path(options.model).name}_{size}{kind}.json", Programs(evaluation, options.dpm_solver)
     result = earlier_result(file, about, options.restart, options.time)
     content = {key: result.get(key, default) for key, default in {"timing": None, "arms": []}.items()}
     command, made = shlex.join(["python", "benchmarks/alternatives.py", *sys.argv[1:]]), {}
@@ -530,9 +537,9 @@ def main() -> None:
         made = {key: result[key] for key in ("command", "commit", "environment", "threads")}  # of the images
         about_timing = {"command": command, "commit": commit(), "environment": describe_environment()}
         timed = [arm_of(entry) for entry in content["arms"] if entry["group"] != CALIBRATION]
-        seconds = time_passes(evaluation, timed, options.rounds)
+        seconds = time_passes(evaluation, saved, timed, options.rounds)
         content["timing"] = {**about_timing, "threads": threads, "seconds": seconds}
-    for line in ["timed"] if options.time else measure(evaluation, content, options.only, folder):
+    for line in ["timed"] if options.time else measure(evaluation, saved, content, options.only, folder):
         write_result(file, make_result("experiments", command, **{"threads": threads, **about, **content, **made}))
         print(line, flush=True)
     shown = {"plain": "plain", **{name: name for name in SHEET}}

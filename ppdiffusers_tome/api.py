@@ -39,7 +39,7 @@ def apply_tome(
     sx: int = DEFAULT,
     sy: int = DEFAULT,
     use_rand: bool = DEFAULT,
-    seed: int | None = DEFAULT,
+    seed: int = DEFAULT,
     window: int | None = DEFAULT,
     proportional: bool = DEFAULT,
     merge_attn: bool = DEFAULT,

@@ -48,7 +48,7 @@ Tokens: TypeAlias = Annotated[Integer, Field(ge=1, description="an integer numbe
 Level: TypeAlias = Annotated[Literal[1, 2, 4, 8], BeforeValidator(_integer)]
 WINDOW = "an integer number of tokens, 1 or more, or None for the whole grid"
 LEVEL = "1, 2, 4 or 8, or None for the largest feature maps with attention"
-SEED = "an int from 0 to 2**64 - 1, or None for a new choice in each pass"
+SEED = "an int from 0 to 2**64 - 1; with each, tomesd chooses other dst in each step"
 MIN_TOKENS = "an integer number of tokens, 0 or more"
 METHOD = f"one of {', '.join(METHODS)}"
 
@@ -123,7 +123,7 @@ class ToMeConfig:
     sx: Tokens = 2
     sy: Tokens = 2
     use_rand: Flag = True
-    seed: Annotated[Integer | None, Field(ge=0, lt=2**64, description=SEED)] = 0
+    seed: Annotated[Integer, Field(ge=0, lt=2**64, description=SEED)] = 0
     window: Annotated[Integer | None, Field(ge=1, description=WINDOW)] = 16
     proportional: Flag = True
     merge_attn: Flag = True
@@ -269,7 +269,7 @@ def _first_error(error: ValidationError) -> ToMeConfigError:
         return raised
     name = str(first["loc"][0]) if first["loc"] else "settings"
     if name == "ratio":
-        return ParameterError(name, first["input"], "it must be a number from 0 to 1 - 1/(sx·sy).")
+        return ParameterError(name, first["input"], "it must be a number from 0, and below 1.")
     allowed = _DESCRIPTIONS.get(name)
     return ToMeConfigError(_not_allowed(name, first["input"], f"it must be {allowed}" if allowed else first["msg"]))
 
@@ -293,12 +293,14 @@ def _method_settings(method: Method, given: Mapping[str, Any]) -> dict[str, Any]
 
 def _checked_ratio(config: ToMeConfig, method: Method) -> float:
     """The ratio of a config; exactly one that its cells decide if it is that as messages round it."""
-    ratio, largest = config.ratio, 1 - 1 / (config.sx * config.sy)
-    allowed = f"it must be a number from 0 to 1 - 1/(sx·sy) = {largest:g} for sx={config.sx}, sy={config.sy}"
+    ratio, largest = config.ratio, method.largest_ratio(config.sx, config.sy)
+    has_cells = "sx" not in method.fixed
+    of_cells = f"1 - 1/(sx·sy) = {largest:g} for sx={config.sx}, sy={config.sy}"
+    allowed = f"it must be a number from 0 to {of_cells if has_cells else f'{largest:g}'}"
     exact = method.allowed_ratios(config.sx, config.sy)
     ratio = next((one for one in (largest, *(exact or ())) if abs(ratio - one) <= 5e-7), ratio)
     if not 0 <= ratio <= largest:  # also rejects NaN
-        remedy = "; larger sx or sy raise the maximum" if largest < ratio < 1 else ""
+        remedy = "; larger sx or sy raise the maximum" if has_cells and largest < ratio < 1 else ""
         raise ParameterError("ratio", config.ratio, f"{allowed}{remedy}.")
     if exact is not None and ratio not in (0, *exact):
         rule = f"method={method.name!r} allows {_alternatives(exact)} with sx={config.sx}, sy={config.sy}"

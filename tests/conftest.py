@@ -201,8 +201,8 @@ class Recorder(AttnProcessor):
 def record_plans(monkeypatch, record):
     build = BlockWrap.build_plan
 
-    def recording(wrap, metric):
-        plan = build(wrap, metric)
+    def recording(wrap, *args):
+        plan = build(wrap, *args)
         if plan is not None:
             record(plan)
         return plan

@@ -24,7 +24,7 @@ from ..families.models import (
 from .attention import AttentionWrap
 from .forward import install, remove, wrap_of
 from .layers import MergeWrap
-from .passes import CHUNKED_FEED_FORWARD, BlockWrap, GridWrap, InnerWrap, PlacedWrap
+from .passes import CHUNKED_FEED_FORWARD, BlockWrap, GridWrap, InnerWrap, PlacedWrap, TimestepWrap
 from .placement import Placement, placements
 
 
@@ -117,14 +117,20 @@ def restore(target: Any, before: list[tuple[nn.Layer, ToMeConfig | None]]) -> No
 
 
 def _install(block: MergeableBlock, placement: Placement) -> None:
-    if placement.config.ratio == 0:
+    if placement.ratio == 0:
         install(block.block, PlacedWrap(placement))
         return
     grid = wrap_of(block.grid_layer)
     if not isinstance(grid, GridWrap):
         grid = GridWrap(placement)
         install(block.grid_layer, grid)
-    install(block.block, BlockWrap(placement, grid))
+    timestep = None
+    if placement.takes_turns and block.timestep_layer is not None:
+        timestep = wrap_of(block.timestep_layer)
+        if not isinstance(timestep, TimestepWrap):
+            timestep = TimestepWrap()
+            install(block.timestep_layer, timestep)
+    install(block.block, BlockWrap(placement, grid, timestep))
     for layer, wrap in _inner_wraps(block, placement):
         wrap.block = block.block
         install(layer, wrap)

@@ -5,7 +5,7 @@ for as long as the block runs; wraps of the layers inside the block merge and un
 computes is stored per thread. All other state is in the wraps.
 """
 
-import secrets
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -17,11 +17,12 @@ from paddle import nn
 
 from ..errors import ToMeConfigError, ToMePassError
 from ..families.grids import token_grid
-from ..families.models import is_chunked, use_old_recompute
+from ..families.models import gets_timestep, is_chunked
 from ..families.table import FIRST, Family
 from ..grid import Grid
-from ..methods.method import Form
+from ..methods.method import Form, Kept
 from ..methods.plan import MergePlan, join_frames
+from ..methods.turns import Turn, turn_at, turn_table
 from .forward import Wrap, is_outermost
 from .placement import Placement
 
@@ -146,7 +147,7 @@ class GridOfPass(NamedTuple):
     """What the blocks of a transformer need to know of a pass."""
 
     grid: Grid  # of its tokens
-    seed: int | None  # of the random choice of dst
+    timestep: "TimestepOfPass | None"  # None: it is not read
 
 
 class GridsOfInputs:
@@ -174,8 +175,40 @@ class GridsOfInputs:
         return known or current
 
 
+class TimestepOfPass(NamedTuple):
+    """The timestep of a pass, as methods that take turns need it."""
+
+    turn: paddle.Tensor  # [1] int64: its number
+    batch: int  # rows that have a timestep each; -1 where a program does not know it
+
+
+def read_timestep(timestep: paddle.Tensor, tables: Cache) -> TimestepOfPass:
+    """Whose turn it is at a timestep, [B] or one number. `tables` caches the table of turns by device."""
+    with paddle.no_grad():
+        is_eager = paddle.in_dynamic_mode()
+        table = tables.get(paddle.get_device(), turn_table) if is_eager else turn_table()
+        return TimestepOfPass(turn_at(timestep, table), timestep.shape[0] if timestep.ndim else 1)
+
+
+class TimestepWrap(Wrap):
+    """Wrap of the layer that gets the timestep: compute whose turn it is, once in a pass."""
+
+    def __init__(self) -> None:
+        self._thread = _PerThread()
+        self._tables = Cache()
+
+    def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
+        self._thread.current = read_timestep(_first(args, kwargs), self._tables)
+        return self.forward(layer, *args, **kwargs)
+
+    def current(self) -> TimestepOfPass | None:
+        """The timestep of the last pass in this thread; None before the first."""
+        current: TimestepOfPass | None = getattr(self._thread, "current", None)
+        return current
+
+
 class GridWrap(Wrap):
-    """Wrap of a transformer's first layer: read the token grid, and choose a seed if the config has none.
+    """Wrap of a transformer's first layer: read the token grid.
 
     Args:
         placement: of a block of the transformer.
@@ -183,29 +216,16 @@ class GridWrap(Wrap):
 
     def __init__(self, placement: Placement) -> None:
         self._family: Family = placement.family
-        self._use_rand, self._seed = placement.config.use_rand, placement.config.seed
         self._thread = _PerThread()
 
-    @property
-    def changes_dst(self) -> bool:
-        """Whether each pass has other dst, because they are random and the config has no seed."""
-        return self._use_rand and self._seed is None
-
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
-        if self.changes_dst and layer.training and use_old_recompute():
-            raise ToMePassError(
-                "seed=None cannot be combined with FLAG_USE_OLD_RECOMPUTE: it runs whole transformers again for the "
-                "gradients, and they would choose other tokens. Pass a seed to apply_tome(), or unset the flag."
-            )
-        before = self.current()
-        grid = token_grid(self._family, layer, _first(args, kwargs), before and before.grid)
-        self._thread.current = GridOfPass(grid, secrets.randbits(64) if self.changes_dst else self._seed)
+        self._thread.grid = token_grid(self._family, layer, _first(args, kwargs), self.current())
         return self.forward(layer, *args, **kwargs)
 
-    def current(self) -> GridOfPass | None:
-        """The last pass in this thread; None before the first."""
-        current: GridOfPass | None = getattr(self._thread, "current", None)
-        return current
+    def current(self) -> Grid | None:
+        """The grid of the last pass in this thread; None before the first."""
+        grid: Grid | None = getattr(self._thread, "grid", None)
+        return grid
 
     def check(self, grid: Grid, tokens: int) -> None:
         """Raise ToMePassError unless the tokens of a block are those of a grid, or of the frames of a video."""
@@ -214,10 +234,6 @@ class GridWrap(Wrap):
                 f"a block got {tokens} tokens but the feature map was {grid.h}×{grid.w}: {_THROUGH_ITS_MODEL}."
             )
 
-    def random_key(self, seed: int | None, block: int) -> tuple[int, ...] | None:
-        """The key of a block's random dst, for the seed of the pass; None if dst is not random."""
-        return (seed, block) if self._use_rand and seed is not None else None
-
 
 class BlockWrap(PlacedWrap):
     """Wrap of a transformer block: make the plan that the layers inside it share.
@@ -225,31 +241,47 @@ class BlockWrap(PlacedWrap):
     Args:
         placement: what merges in the block.
         grid: the wrap that sees the block's token grid.
+        timestep: the wrap that sees the timestep; None if it is not read, or is an argument of the block.
     """
 
-    def __init__(self, placement: Placement, grid: GridWrap) -> None:
+    def __init__(self, placement: Placement, grid: GridWrap, timestep: TimestepWrap | None) -> None:
         super().__init__(placement)
-        self.grid = grid
+        self.grid, self.timestep = grid, timestep
         self._constants = Cache()
         self._inputs = GridsOfInputs()
 
     def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.placement.config.merge_mlp and is_chunked(layer, self.placement.facts):
             raise ToMeConfigError(CHUNKED_FEED_FORWARD)
-        _current.block, _current.plan = layer, self.build_plan(hidden_states)
+        _current.block, _current.plan = layer, self.build_plan(hidden_states, self._timestep(layer, args, kwargs))
         try:
             return self.forward(layer, hidden_states, *args, **kwargs)
         finally:
             _current.block, _current.plan = None, None
 
-    def build_plan(self, metric: paddle.Tensor) -> MergePlan | None:
-        """The plan for a block's input [B, N, C], of frames in one sequence [B, F·N, C]; None if nothing merges."""
-        placement, current = self.placement, self.grid.current()
-        if current is None:
+    def _timestep(self, layer: nn.Layer, args: tuple, kwargs: dict[str, Any]) -> TimestepOfPass | None:
+        """The timestep of the pass that runs; None if it is not read."""
+        if self.timestep is not None:
+            return self.timestep.current()
+        if not (self.placement.takes_turns and gets_timestep(layer, self.placement.facts)):
+            return None
+        arguments = inspect.signature(type(layer).forward).bind(layer, None, *args, **kwargs).arguments
+        timestep = arguments.get(self.placement.facts.timestep)
+        return None if timestep is None else read_timestep(timestep, self._constants)
+
+    def build_plan(self, metric: paddle.Tensor, timestep: TimestepOfPass | None = None) -> MergePlan | None:
+        """The plan of a pass of the block; None if nothing merges.
+
+        Args:
+            metric: the block's input [B, N, C], of frames in one sequence [B, F·N, C].
+            timestep: of the pass.
+        """
+        placement, grid = self.placement, self.grid.current()
+        if grid is None:
             raise ToMePassError(
                 f"a block got {metric.shape[1]} tokens but no feature map was seen: {_THROUGH_ITS_MODEL}."
             )
-        grid, seed = self._inputs.get(metric, current)
+        grid, timestep = self._inputs.get(metric, GridOfPass(grid, timestep))
         if placement.facts.single_stream is not None and placement.facts.sequence == FIRST:
             metric = metric[:, -grid.tokens :]  # without the text
         tokens, use_gpu_form = metric.shape[1], uses_gpu_form(metric)
@@ -260,14 +292,21 @@ class BlockWrap(PlacedWrap):
         if (frames := max(1, tokens // grid.tokens)) > 1:
             metric = metric.reshape([-1, grid.tokens, metric.shape[2]])
         form = placement.form(grid, use_gpu_form)
-        return join_frames(form.plan(metric, self._constants_of(form, grid, seed), kept), frames)
+        turn = Turn() if timestep is None else Turn(timestep.turn, self._frames_in_batch(metric, timestep))
+        return join_frames(form.plan(metric, self._constants_of(form, grid, kept), kept, turn), frames)
 
-    def _constants_of(self, form: Form, grid: Grid, seed: int | None) -> Any:
-        """The constants of a grid, cached by device unless each pass has its own; a traced program gets its own."""
+    def _frames_in_batch(self, metric: paddle.Tensor, timestep: TimestepOfPass) -> int:
+        """How many rows of the batch are the frames of one video; 1 where a program does not know it."""
+        rows, batch = metric.shape[0], timestep.batch
+        is_known = self.placement.family.has_frame_rows and rows > batch > 0 and rows % batch == 0
+        return rows // batch if is_known else 1
+
+    def _constants_of(self, form: Form, grid: Grid, kept: Kept) -> Any:
+        """The constants of a grid, cached by device; a traced program gets its own."""
 
         def build() -> Any:
-            return form.constants(grid, self.placement.config, self.grid.random_key(seed, self.placement.index))
+            return form.constants(grid, self.placement.config, kept, self.placement.index)
 
-        if self.grid.changes_dst or not paddle.in_dynamic_mode():
+        if not paddle.in_dynamic_mode():
             return build()
         return self._constants.get((paddle.get_device(), type(form), grid), build)

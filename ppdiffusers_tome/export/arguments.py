@@ -157,11 +157,6 @@ def _check_configs(configs: dict[float, Configs]) -> None:
             raise ToMeConfigError(
                 f"ratios {other!r} and {ratio!r} are the same to six digits, by which programs are named: pass one."
             )
-    if any(config is not None and config.use_rand and config.seed is None for config, _ in configs.values()):
-        raise ToMeConfigError(
-            "seed=None chooses new dst in every pass, but a program contains one fixed choice: pass a number, or "
-            "use_rand=False (--merging use_rand=false)."
-        )
 
 
 def check_merge_map(pipe: DiffusionPipeline, configs: dict[float, Configs]) -> None:

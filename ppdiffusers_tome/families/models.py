@@ -9,6 +9,7 @@ import paddle
 from paddle import nn
 from paddle.jit.dy2static.program_translator import ASTStaticFunction
 from ppdiffusers import DiffusionPipeline
+from ppdiffusers.models.embeddings import GaussianFourierProjection
 from ppdiffusers.utils import use_old_recompute as use_old_recompute
 
 from ..errors import ToMeConfigError
@@ -27,8 +28,14 @@ class MergeableBlock:
     transformer: nn.Layer  # the transformer around the block: of a UNet one of many, otherwise the denoiser itself
     grid_layer: nn.Layer  # its first layer, whose input shows the token grid whatever calls it
     block: nn.Layer  # the transformer block itself
+    timestep_layer: nn.Layer | None  # a layer of the denoiser whose first argument is the timestep
     family: Family  # of the transformer
     facts: Block  # of the class of the block
+
+    @property
+    def sees_timestep(self) -> bool:
+        """Whether the timestep of a pass can be read, from a layer of the denoiser or from the block's arguments."""
+        return self.timestep_layer is not None or gets_timestep(self.block, self.facts)
 
     @property
     def sublayers(self) -> dict[str, tuple[nn.Layer, ...]]:
@@ -53,6 +60,12 @@ class MergeableBlock:
     def grid(self, latent: Grid) -> Grid:
         """The token grid of the block for a grid of latents."""
         return grid_of_latents(self.grid_layer, self.level, latent)
+
+
+def gets_timestep(block: nn.Layer, facts: Block) -> bool:
+    """Whether a block gets the timestep itself, which its norm embeds, as in DiT and VQ-Diffusion."""
+    norms = (getattr(block, name, False) for name in ("use_ada_layer_norm", "use_ada_layer_norm_zero"))
+    return facts.timestep is not None and any(norms)
 
 
 def is_chunked(block: nn.Layer, facts: Block) -> bool:
@@ -168,6 +181,7 @@ def find_blocks(denoiser: nn.Layer) -> list[MergeableBlock]:
                     level=level,
                     transformer=transformer,
                     grid_layer=_grid_layer(transformer, family),
+                    timestep_layer=_timestep_layer(denoiser, family),
                     block=block,
                     family=family,
                     facts=facts,
@@ -202,6 +216,18 @@ def _facts_of(block: nn.Layer, family: Family) -> Block | None:
         if facts is not None:
             return facts
     return None
+
+
+def _timestep_layer(denoiser: nn.Layer, family: Family) -> nn.Layer | None:
+    """The layer of a denoiser whose first argument is the timestep; None if there is none.
+
+    It is inside the denoiser for the reason that `_grid_layer` has. A layer that embeds class labels too, or embeds the
+    logarithm of a noise level, does not show the timestep.
+    """
+    layers = (getattr(denoiser, name, None) for name in family.timestep_inputs)
+    layer = next((layer for layer in layers if layer is not None), None)
+    embeds_labels = getattr(getattr(denoiser, "config", None), "class_embed_type", None) == "timestep"
+    return None if embeds_labels or isinstance(layer, GaussianFourierProjection) else layer
 
 
 def _grid_layer(transformer: nn.Layer, family: Family) -> nn.Layer:

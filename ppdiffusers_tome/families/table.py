@@ -63,6 +63,7 @@ class Block:
     chunk_size: str = "_chunk_size"  # attribute that is not None if the MLP gets the tokens in chunks
     # Text that attends with the image as an argument of `attn`, with projections of its own or those of the image.
     text: Literal["own projections", "shared projections"] | None = None
+    timestep: str | None = None  # argument of the block that is the timestep, if it is not an embedding of it
     sequence: str | None = None  # FIRST or LAST, where text and image pass through a layer as one sequence
     single_stream: SingleStream | None = None
     text_layers: tuple[str, ...] = ()  # layers of the block that get the text alone
@@ -83,6 +84,9 @@ class Family:
     # Paths in the transformer: the input of the first that exists has the height and width of the token grid.
     grid_layers: tuple[str, ...]
     controlnets: tuple[type | str, ...] = ()  # those models that are ControlNets
+    # Layers of the denoiser: the first argument of the first that exists is the timestep, [B] from 0 to 1000.
+    timestep_inputs: tuple[str, ...] = ()
+    has_frame_rows: bool = False  # whether a batch may have several rows for each timestep, the frames of a video
     block_lists: tuple[str, ...] = ("transformer_blocks",)
     attention: Attention = field(default_factory=Attention)
     # The only processor whose attention can merge; None: that of any processor.
@@ -116,8 +120,10 @@ FAMILIES: list[Family] = [
     Family(
         name="UNets, their ControlNets, DiT and PixArt",
         transformers=(Transformer2DModel, TransformerSpatioTemporalModel),
-        blocks={BasicTransformerBlock: Block()},
+        blocks={BasicTransformerBlock: Block(timestep="timestep")},  # in VQ-Diffusion and DiT
         grid_layers=("latent_image_embedding", "pos_embed", "norm"),  # of VQ-Diffusion; DiT and PixArt; UNets
+        timestep_inputs=("time_proj", "adaln_single"),  # of UNets and ControlNets; PixArt
+        has_frame_rows=True,
         controlnets=(ControlNetModel,),
         counted=(UNet2DConditionModel, ControlNetModel),
     ),
@@ -127,6 +133,7 @@ FAMILIES: list[Family] = [
         # The second attention, over the image alone, is in some blocks of Stable Diffusion 3.5.
         blocks={JointTransformerBlock: _joint(attn=("attn", "attn2"))},
         grid_layers=("pos_embed",),
+        timestep_inputs=("time_text_embed",),
         attention=Attention(norm_arguments={"begin_norm_axis": 3}),
         controlnets=("SD3ControlNetModel",),
         text_tokens=77 + 256,  # of CLIP and T5
@@ -140,6 +147,7 @@ FAMILIES: list[Family] = [
             "FluxSingleTransformerBlock": _single_stream(FIRST),
         },
         grid_layers=("pos_embed",),
+        timestep_inputs=("time_text_embed",),
         controlnets=("FluxControlNetModel",),
         block_lists=("transformer_blocks", "single_transformer_blocks"),
         only_processor="FluxAttnProcessor2_0",
@@ -156,6 +164,7 @@ FAMILIES: list[Family] = [
         transformers=("CogVideoXTransformer3DModel", "CogVideoXTransformer3DVCtrlModel"),
         blocks={"CogVideoXBlock": Block(crossattn=(), text="shared projections", sequence=FIRST)},
         grid_layers=("patch_embed.proj",),
+        timestep_inputs=("time_proj",),
         only_processor="CogVideoXAttnProcessor2_0",
         positions="image_rotary_emb",
         has_frames=True,
@@ -167,6 +176,7 @@ FAMILIES: list[Family] = [
         transformers=("VCtrlModel",),
         blocks={"VCtrlBlock": Block(crossattn=())},
         grid_layers=("sample_patch_embed.proj",),
+        timestep_inputs=("time_proj",),
         controlnets=("VCtrlModel",),
         only_processor="VCtrlAttnProcessor2_0",
         positions="image_rotary_emb",
@@ -178,6 +188,7 @@ FAMILIES: list[Family] = [
         transformers=("WanTransformer3DModel",),
         blocks={"WanTransformerBlock": Block(mlp=("ffn",))},
         grid_layers=("patch_embedding",),
+        timestep_inputs=("condition_embedder",),
         block_lists=("blocks",),
         only_processor="WanAttnProcessor2_0",
         positions="rotary_emb",
@@ -195,6 +206,7 @@ FAMILIES: list[Family] = [
             "HunyuanVideoSingleTransformerBlock": _single_stream(LAST),
         },
         grid_layers=("x_embedder.proj",),
+        timestep_inputs=("time_text_embed",),
         block_lists=("transformer_blocks", "single_transformer_blocks"),
         only_processor="HunyuanVideoAttnProcessor2_0",
         positions="image_rotary_emb",

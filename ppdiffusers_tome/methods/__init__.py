@@ -5,7 +5,8 @@ summary, exports, commands) asks the entry. The folder imports `errors`, `grid` 
 """
 
 from .cells import TODO
+from .interlace import INTERLACE
 from .method import Method
 from .pairs import DEFAULT, KV, SYMMETRIC, TOMESD
 
-METHODS: dict[str, Method] = {method.name: method for method in (DEFAULT, SYMMETRIC, TOMESD, KV, TODO)}
+METHODS: dict[str, Method] = {method.name: method for method in (INTERLACE, TODO, TOMESD, DEFAULT, SYMMETRIC, KV)}

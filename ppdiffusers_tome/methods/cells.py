@@ -17,6 +17,7 @@ from ..grid import Grid, choose_dst, constant, count_dst
 from ..tensors import gather
 from .method import Kept, Method, Settings
 from .plan import MergePlan, PlainPlan, check_metric, count_batch
+from .turns import Turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,11 +35,11 @@ class Cells(Method):
         tokens = (cells * _per_cell(ratio, settings) if ratio else 0 for ratio in ratios)
         return Kept(grid.tokens, *(count or grid.tokens for count in tokens))
 
-    def constants(self, grid: Grid, settings: Settings, random_key: Sequence[int] | None) -> "CellConstants":
-        per_cell = _per_cell(settings.ratio, settings)
-        return cell_constants(grid, settings.sx, settings.sy, random_key, per_cell)
+    def constants(self, grid: Grid, settings: Settings, kept: Kept, block: int) -> "CellConstants":
+        random_key = (settings.seed, block) if settings.use_rand else None
+        return cell_constants(grid, settings.sx, settings.sy, random_key, _per_cell(settings.ratio, settings))
 
-    def plan(self, metric: paddle.Tensor, constants: "CellConstants", kept: Kept) -> MergePlan:
+    def plan(self, metric: paddle.Tensor, constants: "CellConstants", kept: Kept, turn: Turn = Turn()) -> MergePlan:
         with paddle.no_grad():
             return CellPlan(constants=constants, batch=count_batch(metric))
 

@@ -9,6 +9,7 @@ import paddle
 
 from ..grid import Grid, count_dst
 from .plan import MergePlan
+from .turns import Turn
 
 _ROUNDING = 1e-9  # tolerance: larger than the rounding error of N·ratio, for millions of tokens
 
@@ -26,6 +27,10 @@ class Settings(Protocol):
     def window(self) -> int | None: ...
     @property
     def proportional(self) -> bool: ...
+    @property
+    def use_rand(self) -> bool: ...
+    @property
+    def seed(self) -> int: ...
 
 
 class Kept(NamedTuple):
@@ -44,8 +49,15 @@ class Form(ABC):
         return kept
 
     @abstractmethod
-    def constants(self, grid: Grid, settings: Settings, random_key: Sequence[int] | None) -> Any:
-        """What a plan needs of a grid, as constants of a program. `random_key` is as in `choose_dst`."""
+    def constants(self, grid: Grid, settings: Settings, kept: Kept, block: int) -> Any:
+        """What plans of a grid have in common, as constants of a program.
+
+        Args:
+            grid: tokens along each axis.
+            settings: the config.
+            kept: fewer keys than tokens.
+            block: number of the block in its denoiser; blocks may make other choices.
+        """
 
     @abstractmethod
     def plan(
@@ -53,6 +65,7 @@ class Form(ABC):
         metric: paddle.Tensor,  # [B, N, C] floating point
         constants: Any,
         kept: Kept,  # fewer keys than tokens
+        turn: Turn = Turn(),
     ) -> MergePlan:
         """Choose which tokens merge. No gradient flows through the choice."""
 
@@ -86,9 +99,27 @@ class Method(Form):
         """The ratios, ascending, that are allowed beside 0 with these cells; None if all up to 1 - 1/(sx·sy) are."""
         return None
 
-    def ratios(self, settings: Settings) -> tuple[float, float]:
-        """The ratio of queries, and that of keys and values, in a block whose attention merges."""
-        return settings.ratio, settings.ratio
+    def largest_ratio(self, sx: int, sy: int) -> float:
+        """The largest ratio that is allowed with these cells."""
+        return 1 - 1 / (sx * sy)
+
+    def takes_turns(self, settings: Settings) -> bool:
+        """Whether other timesteps choose other tokens."""
+        return False
+
+    def ratio_of_blocks(self, settings: Settings, count: int, ends_in_last: bool) -> Sequence[float]:
+        """The ratio of each block that merges, in the order in which they run.
+
+        Args:
+            settings: the config.
+            count: number of blocks that merge.
+            ends_in_last: whether the last of them is among the up blocks of a UNet.
+        """
+        return [settings.ratio] * count
+
+    def ratios(self, settings: Settings, ratio: float) -> tuple[float, float]:
+        """The ratio of queries, and that of keys and values, in a block of this ratio whose attention merges."""
+        return ratio, ratio
 
     def kept(self, grid: Grid, settings: Settings, ratios: tuple[float, float]) -> Kept:
         """How many tokens of a grid the method asks to keep, at ratios of queries and of keys and values."""

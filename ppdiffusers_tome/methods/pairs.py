@@ -19,6 +19,7 @@ from ..grid import Grid, choose_dst, constant, count_dst, window_of
 from ..tensors import HALF, LARGEST, cast, finite_or_zero, full_precision, gather
 from .method import Form, Kept, Method, Settings
 from .plan import MergePlan, PlainPlan, check_metric, count_batch
+from .turns import TURNS, Turn
 from .windows import WindowForm, equal_windows
 
 _STABLE = {"stable": True} if "stable" in inspect.signature(paddle.argsort).parameters else {}  # from Paddle 3 on
@@ -31,10 +32,11 @@ KEYS_POWER = 5 / 3
 class Pairs(Method):
     """Merge the most similar pairs of src and dst."""
 
-    def constants(self, grid: Grid, settings: Settings, random_key: Sequence[int] | None) -> "PairConstants":
+    def constants(self, grid: Grid, settings: Settings, kept: Kept, block: int) -> "PairConstants":
+        random_key = (settings.seed, block) if settings.use_rand else None
         return pair_constants(grid, settings.sx, settings.sy, random_key, settings.window)
 
-    def plan(self, metric: paddle.Tensor, constants: "PairConstants", kept: Kept) -> MergePlan:
+    def plan(self, metric: paddle.Tensor, constants: "PairConstants", kept: Kept, turn: Turn = Turn()) -> MergePlan:
         return plan_pairs(metric, constants, kept.tokens - kept.queries, kept.tokens - kept.keys)
 
     def pairs_compared(self, grid: Grid, settings: Settings) -> int:
@@ -52,15 +54,30 @@ class Pairs(Method):
 class AsymmetricPairs(Pairs):
     """Merge keys and values more than queries, by the same pairs; attention costs as much as if both merged alike."""
 
-    def ratios(self, settings: Settings) -> tuple[float, float]:
+    def ratios(self, settings: Settings, ratio: float) -> tuple[float, float]:
         """If queries keep a share s, keys and values keep s**5, but at least 1/(sx·sy)."""
-        keys = min(1 - (1 - settings.ratio) ** KEYS_POWER, 1 - 1 / (settings.sx * settings.sy))
-        return 1 - (1 - settings.ratio) ** 2 / (1 - keys) if keys else 0.0, keys
+        keys = min(1 - (1 - ratio) ** KEYS_POWER, 1 - 1 / (settings.sx * settings.sy))
+        return 1 - (1 - ratio) ** 2 / (1 - keys) if keys else 0.0, keys
+
+
+class TurningPairs(Pairs):
+    """Merge the most similar pairs; random dst are others in each step, as tomesd's are."""
+
+    def takes_turns(self, settings: Settings) -> bool:
+        return settings.use_rand
+
+    def constants(self, grid: Grid, settings: Settings, kept: Kept, block: int) -> "PairConstants":
+        if not settings.use_rand:
+            return super().constants(grid, settings, kept, block)
+        return turning_constants(grid, settings.sx, settings.sy, (settings.seed, block))
+
+    def plan(self, metric: paddle.Tensor, constants: "PairConstants", kept: Kept, turn: Turn = Turn()) -> MergePlan:
+        return super().plan(metric, constants.in_turn(turn), kept, turn)
 
 
 DEFAULT = AsymmetricPairs("default", "the best pairs merge, keys and values more than queries")
 SYMMETRIC = Pairs("symmetric", "the best pairs merge, queries, keys and values alike; the default before 2.0")
-TOMESD = Pairs("tomesd", "the results of tomesd", fixed={"window": None, "proportional": False})
+TOMESD = TurningPairs("tomesd", "the results of tomesd, also with its random dst in each step", fixed={"window": None, "proportional": False})
 KV = Pairs("kv", "the best pairs merge in keys and values only", merges_queries=False)
 
 
@@ -129,7 +146,10 @@ class PaddedWindows(NamedTuple):
 
 
 class PairConstants(NamedTuple):
-    """Which positions of a grid are dst and which src, and the index of each in the sequence dst | src."""
+    """Which positions of a grid are dst and which src, and the index of each in the sequence dst | src.
+
+    Where dst take turns, the positions and indices have one more axis, of length `TURNS`, before the others.
+    """
 
     d: int  # number of dst positions, D
     s: int  # number of src positions, S
@@ -138,6 +158,18 @@ class PairConstants(NamedTuple):
     inverse_order: paddle.Tensor  # [N] int64: the index of each position in dst | src
     arange_d: paddle.Tensor  # [D] int64: 0, 1, ... D - 1
     windows: PaddedWindows | None = None  # None: a single window, the whole grid
+
+    def in_turn(self, turn: Turn) -> "PairConstants":
+        """The constants whose turn it is."""
+        if self.dst.ndim == 1:
+            return self
+
+        def chosen(table: paddle.Tensor) -> paddle.Tensor:
+            return table[0] if turn.number is None else paddle.gather(table, turn.number).reshape([-1])
+
+        return self._replace(
+            dst=chosen(self.dst), src=chosen(self.src), inverse_order=chosen(self.inverse_order)
+        )
 
 
 @paddle.jit.not_to_static  # constants, which Paddle would compute in the program
@@ -156,6 +188,22 @@ def pair_constants(
         inverse_order=constant(np.argsort(np.concatenate([dst, src]))),
         arange_d=constant(np.arange(len(dst))),
         windows=None if window is None else _padded_windows(dst, src, window_of(grid, sx, sy, window)),
+    )
+
+
+@paddle.jit.not_to_static  # constants, which Paddle would compute in the program
+def turning_constants(grid: Grid, sx: int, sy: int, random_key: Sequence[int]) -> PairConstants:
+    """The positions on a grid in each of `TURNS` turns, whose number continues the key of `choose_dst`."""
+    turns = [choose_dst(grid, sx, sy, (*random_key, turn)) for turn in range(TURNS)]
+    dst = np.stack(turns)
+    src = np.stack([np.setdiff1d(np.arange(grid.tokens), one, assume_unique=True) for one in turns])
+    return PairConstants(
+        d=dst.shape[1],
+        s=src.shape[1],
+        dst=constant(dst),
+        src=constant(src),
+        inverse_order=constant(np.argsort(np.concatenate([dst, src], axis=1), axis=1)),
+        arange_d=constant(np.arange(dst.shape[1])),
     )
 
 

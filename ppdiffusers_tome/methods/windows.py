@@ -17,6 +17,7 @@ from ..grid import Grid, choose_dst, constant, window_of
 from ..tensors import cast, count_rows, finite_or_zero, full_precision, gather
 from .method import Form, Kept, Settings
 from .plan import MergePlan, PlainPlan, count_batch
+from .turns import Turn
 
 # Tokens of a window: in smaller ones half a token is more than MAX_ROUNDING; matrix products grow with the square.
 MIN_WINDOW, MAX_WINDOW = 32, 512
@@ -108,10 +109,11 @@ class WindowForm(Form):
         windows = _windows(grid, settings.sx, settings.sy, settings.window)
         return windows.number * windows.p * windows.q
 
-    def constants(self, grid: Grid, settings: Settings, random_key: Sequence[int] | None) -> WindowConstants:
+    def constants(self, grid: Grid, settings: Settings, kept: Kept, block: int) -> WindowConstants:
+        random_key = (settings.seed, block) if settings.use_rand else None
         return window_constants(grid, settings.sx, settings.sy, random_key, settings.window)
 
-    def plan(self, metric: paddle.Tensor, constants: WindowConstants, kept: Kept) -> MergePlan:
+    def plan(self, metric: paddle.Tensor, constants: WindowConstants, kept: Kept, turn: Turn = Turn()) -> MergePlan:
         """The plan of the best pairs of each window, the same number in every window."""
         count, p, q = constants.windows
         queries, keys = kept.queries // count, kept.keys // count
