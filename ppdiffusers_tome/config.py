@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from .errors import ParameterError, ToMeConfigError
 from .files import write_file
-from .methods import METHODS
+from .methods import DEFAULT_METHOD, METHODS
 from .methods.method import Method
 
 FILE_FORMAT, FILE_VERSION = "ppdiffusers_tome.config", 2
@@ -118,7 +118,7 @@ class ToMeConfig:
     """
 
     ratio: Number = 0.5
-    method: Annotated[str, Field(description=METHOD)] = "default"
+    method: Annotated[str, Field(description=METHOD)] = DEFAULT_METHOD
     max_downsample: Annotated[Level | None, Field(description=LEVEL)] = None
     sx: Tokens = 2
     sy: Tokens = 2
@@ -149,7 +149,7 @@ class ToMeConfig:
                 f"merge_attn={attention!r} is not allowed since release 3.0: it must be True or False, and how tokens "
                 f"merge is another setting. Pass method={METHOD_OF_MERGE_ATTN[attention]!r} in its place."
             )
-        name = given.get("method", "default")
+        name = given.get("method", DEFAULT_METHOD)
         if not isinstance(name, str) or name not in METHODS:
             return given
         return {**_method_settings(METHODS[name], given), **given}
@@ -190,7 +190,7 @@ class ToMeConfig:
 
     def changed_settings(self) -> dict[str, Any]:
         """`ratio`, `method` if it is not the default, and the settings that differ from the method's defaults."""
-        usual = {**default_settings(self.method, sx=self.sx, sy=self.sy), "method": "default", "sx": 2, "sy": 2}
+        usual = {**default_settings(self.method, sx=self.sx, sy=self.sy), "method": DEFAULT_METHOD, "sx": 2, "sy": 2}
         return {name: value for name, value in asdict(self).items() if name == "ratio" or value != usual[name]}
 
     def __repr__(self) -> str:

@@ -133,6 +133,8 @@ def tome_summary(
             attention |= {attention_label(layer, block.family) for layer in layers}
             if countable:
                 saved += saved_macs(block, placement, latent, text, length or 1, use_gpu_form)
+        if any(placement.takes_turns and not block.sees_timestep for block, placement in of_denoiser):
+            notes.append(f"{name}: its timestep cannot be read, so each step chooses the same tokens")
         if of_denoiser and of_denoiser[0][1].config.max_downsample is None and (level := of_denoiser[0][0].level) > 1:
             notes.append(f"{name}: its largest feature maps with attention are at level {level}")
     settings = {name: of[0][1].config.describe() if of else "off" for name, of in placed.items()}

@@ -90,8 +90,8 @@ def placements(denoiser: nn.Layer, config: ToMeConfig) -> list[tuple[MergeableBl
             merging.append((block, layers))
     deepest: int = config.max_downsample or min((block.level for block, _ in merging), default=1)
     merging = [(block, layers) for block, layers in merging if block.level <= deepest]
-    ends_in_last = bool(merging) and merging[-1][0].path.startswith("up_blocks.")
-    ratios = METHODS[config.method].ratio_of_blocks(config, len(merging), ends_in_last)
+    up = [number for number, (block, _) in enumerate(merging) if block.path.startswith("up_blocks.")]
+    ratios = METHODS[config.method].ratio_of_blocks(config, len(merging), up[-1] if up else None)
     return [
         (block, Placement(config, block.family, block.facts, block.index, layers, ratio))
         for (block, layers), ratio in zip(merging, ratios, strict=True)

@@ -10,3 +10,4 @@ from .method import Method
 from .pairs import DEFAULT, KV, SYMMETRIC, TOMESD
 
 METHODS: dict[str, Method] = {method.name: method for method in (INTERLACE, TODO, TOMESD, DEFAULT, SYMMETRIC, KV)}
+DEFAULT_METHOD = INTERLACE.name

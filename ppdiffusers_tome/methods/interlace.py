@@ -37,7 +37,7 @@ class Interlace(Method):
     def takes_turns(self, settings: Settings) -> bool:
         return True
 
-    def ratio_of_blocks(self, settings: Settings, count: int, ends_in_last: bool) -> Sequence[float]:
+    def ratio_of_blocks(self, settings: Settings, count: int, last: int | None) -> Sequence[float]:
         """The share of keys that each block loses: whole parts, which are `settings.ratio` on average.
 
         Nearly all of the damage is done by the last block of a UNet, whose output no other block corrects. It keeps
@@ -47,11 +47,11 @@ class Interlace(Method):
             ParameterError: the ratio is above 0, and rounds to nothing in every block.
         """
         average = PARTS * (1 - settings.ratio)
-        if ends_in_last and count > 1:
-            last = _whole_parts(LAST_SHARE * average)
-            parts = [_whole_parts((count * average - last) / (count - 1))] * (count - 1) + [last]
-        else:
-            parts = [_whole_parts(average)] * count
+        parts = [_whole_parts(average)] * count
+        if last is not None and count > 1:
+            of_last = _whole_parts(LAST_SHARE * average)
+            parts = [_whole_parts((count * average - of_last) / (count - 1))] * count
+            parts[last] = of_last
         if settings.ratio and min(parts, default=0) == PARTS:
             rule = f"every block would keep all of its keys, because each keeps whole {PARTS}ths"
             raise ParameterError("ratio", settings.ratio, f"{rule}. The nearest ratios are 0 and {1 / PARTS:g}.")

@@ -107,13 +107,13 @@ class Method(Form):
         """Whether other timesteps choose other tokens."""
         return False
 
-    def ratio_of_blocks(self, settings: Settings, count: int, ends_in_last: bool) -> Sequence[float]:
-        """The ratio of each block that merges, in the order in which they run.
+    def ratio_of_blocks(self, settings: Settings, count: int, last: int | None) -> Sequence[float]:
+        """The ratio of each block that merges in a denoiser.
 
         Args:
             settings: the config.
             count: number of blocks that merge.
-            ends_in_last: whether the last of them is among the up blocks of a UNet.
+            last: the one of them that runs last among the up blocks of a UNet; None in other models, and if none is.
         """
         return [settings.ratio] * count
 

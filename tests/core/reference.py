@@ -113,3 +113,18 @@ def roundtrip(x, h, w, sx, sy, removed, dst=None, window=None):
         out.append(unmerge(merge(tokens, dst, merged_into), merged_into, h * w))
         groups.append([merged_into.get(position, position) for position in range(h * w)])
     return np.stack(out), np.array(groups)
+
+
+BAYER = [[0, 8, 2, 10], [12, 4, 14, 6], [3, 11, 1, 9], [15, 7, 13, 5]]
+
+
+def interlaced(h, w, parts, phase):
+    """The tokens of a grid whose rank in their 4×4 cell has its turn, and those right of or below whole cells."""
+    ranks = {(parts * phase + i) % 16 for i in range(parts)}
+    kept = []
+    for y in range(h):
+        for x in range(w):
+            is_in_cell = y < h // 4 * 4 and x < w // 4 * 4
+            if not is_in_cell or BAYER[y % 4][x % 4] in ranks:
+                kept.append(y * w + x)
+    return kept

@@ -1,0 +1,421 @@
+"""interlace keeps another part of the keys in each step: which, in which blocks, and that only the timestep decides."""
+
+import copy
+import threading
+from functools import partial
+
+import numpy as np
+import paddle
+import pytest
+from conftest import in_threads, inputs, make_controlnet, make_unet, program_of, traces
+from reference import interlaced
+from zoo import ZOO, generate
+from zoo.noise import noise
+from zoo.parts import ONE_LEVEL
+from zoo.transformers import dit
+from zoo.videos import unet_3d
+
+from ppdiffusers_tome import Grid, ToMeConfig, ToMeConfigError, merge
+from ppdiffusers_tome.attach.placement import placements
+from ppdiffusers_tome.families.models import denoisers, find_blocks
+from ppdiffusers_tome.methods.interlace import INTERLACE, interlace_constants, offset_of
+from ppdiffusers_tome.methods.method import Kept
+from ppdiffusers_tome.methods.turns import LAST_TIMESTEP, TURNS, Turn, turn_at, turn_table
+
+pytestmark = [
+    # ppdiffusers' pipelines warn about their deprecated arguments and classes.
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    # Paddle 3: its own zeros_like asks a static tensor for its place.
+    pytest.mark.filterwarnings(r"ignore:(.|\n)*Tensor do not have 'place' interface:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Found 'dict' in given outputs:UserWarning"),
+]
+
+TIMESTEPS = (999, 481, 480, 1, 0)
+
+
+def turn_of(timestep):
+    return int(turn_table()[timestep])
+
+
+def kept_by(block, grid, parts, timestep, frame=0):
+    """The tokens that a block keeps, by the reference."""
+    return interlaced(*grid, parts, turn_of(timestep) + offset_of(block) + frame)
+
+
+# Which tokens remain
+
+
+@pytest.mark.parametrize("grid", [Grid(8, 8), Grid(9, 14), Grid(4, 4), Grid(7, 5)], ids=str)
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 6, 8, 15])
+def test_each_turn_keeps_its_part_of_every_cell_and_all_tokens_outside_of_cells(grid, parts):
+    constants = interlace_constants(grid, parts, 2)
+    for turn, positions in enumerate(constants.positions.numpy()):
+        assert positions.tolist() == interlaced(*grid, parts, turn + offset_of(2))
+    counts = np.bincount(constants.positions.numpy().reshape(-1), minlength=grid.tokens).reshape(grid)
+    rows, columns = grid.h // 4 * 4, grid.w // 4 * 4
+    assert (counts[:rows, :columns] == parts).all(), "in 16 turns each token of a cell has as many turns as the others"
+    assert (counts[rows:] == TURNS).all() and (counts[:, columns:] == TURNS).all()
+
+
+def test_half_is_a_checkerboard_and_a_quarter_is_every_second_row_and_column():
+    first, second = interlace_constants(Grid(4, 4), 8, 0).positions.numpy()[:2]
+    assert first.tolist() == [0, 2, 5, 7, 8, 10, 13, 15]
+    assert second.tolist() == [1, 3, 4, 6, 9, 11, 12, 14]
+    quarters = interlace_constants(Grid(4, 4), 4, 0).positions.numpy()[:4].tolist()
+    assert quarters == [[0, 2, 8, 10], [5, 7, 13, 15], [1, 3, 9, 11], [4, 6, 12, 14]]
+
+
+def test_a_token_that_is_lost_takes_the_nearest_one_of_its_cell():
+    constants = interlace_constants(Grid(6, 8), 4, 0)
+    source = constants.positions.numpy()[0][constants.source.numpy()[0]].reshape(6, 8)
+    assert source[:4].tolist() == [[0, 0, 2, 2, 4, 4, 6, 6]] * 2 + [[16, 16, 18, 18, 20, 20, 22, 22]] * 2
+    np.testing.assert_array_equal(source[4:], np.arange(32, 48).reshape(2, 8))
+
+
+# How many, in which block
+
+
+def shares(denoiser, ratio, **settings):
+    """Sixteenths of the keys that each block keeps."""
+    placed = placements(denoiser, ToMeConfig(ratio, "interlace", **settings))
+    return [round(16 * (1 - placement.ratio)) for _, placement in placed]
+
+
+@pytest.mark.parametrize(
+    "ratio, of_three, of_five",
+    [
+        (0.5, [4, 4, 16], [6, 6, 6, 6, 16]),
+        (0.75, [2, 2, 8], [3, 3, 3, 3, 8]),
+        (0.875, [1, 1, 4], [2, 2, 2, 2, 4]),
+        (0.9375, [1, 1, 2], [1, 1, 1, 1, 2]),
+        (0.0625, [14, 14, 16], [15, 15, 15, 15, 16]),
+    ],
+)
+def test_the_last_block_of_a_unet_keeps_twice_the_average(ratio, of_three, of_five):
+    config = ToMeConfig(ratio, "interlace")
+    for parts in (of_three, of_five):  # as many blocks merge in the bundled models, and in Stable Diffusion 1.5
+        ratios = INTERLACE.ratio_of_blocks(config, len(parts), len(parts) - 1)
+        assert [16 * (1 - one) for one in ratios] == parts
+    unet = make_unet(**ONE_LEVEL)
+    *_, last_up, mid = [block.path for block in find_blocks(unet)]
+    assert last_up.startswith("up_blocks") and mid.startswith("mid_block"), "which runs before the up blocks"
+    of_unet = shares(unet, ratio)
+    assert of_unet[-2] == of_three[-1] and len({*of_unet[:-2], of_unet[-1]}) == 1
+    assert set(shares(make_controlnet(), ratio)) == {round(16 * (1 - ratio))}, "a ControlNet has no last block"
+    assert set(shares(dit(), ratio)) == {round(16 * (1 - ratio))}
+
+
+def test_ratio_is_the_mean_over_the_blocks_of_all_levels_that_merge():
+    unet = make_unet()
+    levels = [block.level for block in find_blocks(unet)]
+    assert min(levels) < max(levels)
+    parts = shares(unet, 0.75, max_downsample=2)
+    assert len(parts) == len(levels) and sorted(parts) == [3] * (len(levels) - 1) + [8]
+    assert abs(np.mean(parts) - 4) < 0.5
+
+
+def test_the_summary_lists_the_keys_of_each_block():
+    unet = make_unet(**ONE_LEVEL).apply_tome(method="interlace", ratio=0.75)
+    summary = unet.tome_summary(height=16, width=16)
+    assert [(block.kept, block.kept_keys) for block in summary.blocks] == [(256, keys) for keys in (48, 48, 128, 48)]
+    assert "keys and values 48" in str(summary) and "timestep" not in str(summary)
+    unet.apply_tome(ratio=0.5, method="interlace")
+    assert [block.merges for block in unet.tome_summary(height=16, width=16).blocks] == [("kv",), ("kv",), (), ("kv",)]
+
+
+@pytest.mark.parametrize("ratio", [0.9376, 0.95, 1, -0.1, float("nan")])
+def test_a_ratio_out_of_range_names_the_largest(ratio):
+    with pytest.raises(ToMeConfigError, match=r"ratio=.* is not allowed: it must be a number from 0 to 0\.9375"):
+        ToMeConfig(ratio, "interlace")
+
+
+@pytest.mark.parametrize("ratio", [0.001, 0.01, 0.02])
+def test_a_ratio_that_rounds_to_nothing_names_the_nearest_and_changes_nothing(unet, ratio):
+    before = traces(unet)
+    with pytest.raises(ToMeConfigError, match=rf"ratio={ratio} is not allowed.* nearest ratios are 0 and 0\.0625"):
+        unet.apply_tome(ratio, method="interlace")
+    assert traces(unet) == before
+    assert sum(shares(unet, 0.0625)) < 16 * len(shares(unet, 0.0625))
+
+
+@pytest.mark.parametrize("name", sorted(INTERLACE.fixed))
+def test_settings_that_it_lacks_are_refused_by_name(name):
+    other = {"seed": 3, "sx": 4, "sy": 4, "window": 16}.get(name, not INTERLACE.fixed[name])
+    with pytest.raises(ToMeConfigError, match=f"{name}=.* not allowed with method='interlace', which has no {name}"):
+        ToMeConfig(method="interlace", **{name: other})
+
+
+# A pass
+
+
+def keys_seen(model, record):
+    """Record the tokens that the keys of each self-attention are computed from, by the number of the block."""
+    hooks = []
+    for block in find_blocks(model):
+        layer = block.block.attn1.to_k
+        hooks.append(layer.register_forward_pre_hook(lambda _, given, number=block.index: record(number, given[0])))
+    return hooks
+
+
+@pytest.mark.parametrize("timestep", TIMESTEPS)
+def test_keys_and_values_are_those_of_the_tokens_whose_turn_it_is(timestep):
+    unet = make_unet(**ONE_LEVEL)
+    grid, given, norms = Grid(16, 16), {}, {}
+    unet.apply_tome(ratio=0.75, method="interlace")
+    for block in find_blocks(unet):
+        block.block.norm1.register_forward_post_hook(
+            lambda _, __, output, number=block.index: norms.setdefault(number, output)
+        )
+    keys_seen(unet, given.setdefault)
+    arguments = inputs() | {"timestep": paddle.to_tensor([timestep])}
+    with paddle.no_grad():
+        unet(**arguments)
+    assert sorted(given) == [0, 1, 2, 3]
+    for number, parts in enumerate((3, 3, 8, 3)):
+        positions = kept_by(number, grid, parts, timestep)
+        np.testing.assert_array_equal(given[number].numpy(), norms[number].numpy()[:, positions])
+
+
+def at(model, timestep, **changes):
+    """A pass at a timestep."""
+    with paddle.no_grad():
+        return model(**{**inputs(**changes), "timestep": paddle.to_tensor([timestep])}).sample.numpy()
+
+
+def test_the_same_timestep_chooses_the_same_tokens_whatever_ran_before(unet):
+    unet.apply_tome(method="interlace")
+    alone = {timestep: at(unet, timestep) for timestep in TIMESTEPS}
+    for timestep in (*reversed(TIMESTEPS), 480, 480, 999):
+        np.testing.assert_array_equal(at(unet, timestep), alone[timestep])
+    copied = copy.deepcopy(unet)
+    np.testing.assert_array_equal(at(copied, 481), alone[481])
+
+
+def test_other_steps_have_other_errors_and_together_smaller_ones(unet):
+    """With the timestep of the model held, what differs between turns is which keys remain."""
+    plain = at(unet, 500)
+    unet.apply_tome(method="interlace")
+    layer = find_blocks(unet)[0].timestep_layer
+    errors = []
+    for turn in range(TURNS):
+        timestep = next(t for t in range(LAST_TIMESTEP) if turn_of(t) == turn)
+        wrap = layer._tome
+        read, wrap.forward = wrap.forward, lambda layer, *_, **__: type(layer).forward(layer, paddle.to_tensor([500, 500]))
+        errors.append(at(unet, timestep) - plain)
+        del wrap.forward
+    single = np.mean([np.square(error).mean() for error in errors])
+    assert len({error.tobytes() for error in errors}) == TURNS // 2, "two of 16 parts remain in its first block"
+    assert np.square(np.mean(errors, axis=0)).mean() < single / 4
+
+
+def test_a_batch_with_timesteps_of_its_own_has_the_turn_of_its_first_row(unet):
+    unet.apply_tome(method="interlace")
+    assert turn_of(10) != turn_of(700)
+    arguments = inputs() | {"timestep": paddle.to_tensor([10, 700])}
+    with paddle.no_grad():
+        both = unet(**arguments).sample.numpy()
+    np.testing.assert_allclose(both[:1], at(unet, 10)[:1], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_pipeline_plain_applied_and_removed(name):
+    tiny = ZOO[name]()
+    plain, before = generate(tiny), {n: traces(m) for n, m in denoisers(tiny.pipe).items()}
+    sizes = {n: [block.grid for block in find_blocks(m)] for n, m in denoisers(tiny.pipe).items()}
+    tiny.pipe.apply_tome(method="interlace", ratio=0.75)
+    assert np.abs(generate(tiny) - plain).max() > 1e-6, sizes
+    tiny.pipe.remove_tome()
+    np.testing.assert_array_equal(generate(tiny), plain)
+    assert {n: traces(m) for n, m in denoisers(tiny.pipe).items()} == before
+
+
+def test_ratio_0_is_plain(unet):
+    plain = at(unet, 480)
+    np.testing.assert_array_equal(at(unet.apply_tome(0, method="interlace"), 480), plain)
+
+
+def test_a_grid_without_a_whole_cell_stays_plain(unet):
+    plain = at(unet, 480, h=3, w=16)
+    unet.apply_tome(method="interlace")
+    np.testing.assert_array_equal(at(unet, 480, h=3, w=16), plain)
+
+
+# The timestep
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32", "float32", "float64", "float16"])
+@pytest.mark.parametrize("shape", [[], [1], [3]], ids=str)
+def test_timesteps_of_any_type_are_rounded(dtype, shape):
+    table = turn_table()
+    for timestep in (0, 7, 999, 1000):
+        number = turn_at(paddle.full(shape, timestep).cast(dtype), table)
+        assert number.tolist() == [turn_of(timestep)]
+    if dtype.startswith("float"):
+        assert turn_at(paddle.full(shape, 481.25).cast(dtype), table).tolist() == [turn_of(481)]
+        assert turn_at(paddle.full(shape, 481.75).cast(dtype), table).tolist() == [turn_of(482)]
+    assert turn_at(paddle.full(shape, -3).cast(dtype), table).tolist() == [turn_of(0)]
+    assert turn_at(paddle.full(shape, 2000).cast(dtype), table).tolist() == [turn_of(LAST_TIMESTEP)]
+
+
+def spacings():
+    for steps in (10, 20, 25, 50):
+        yield (np.arange(steps) * (1000 // steps)).round()[::-1] + 1.0  # leading
+        yield np.round(np.arange(1000, 0, -1000 / steps)) - 1.0  # trailing
+        yield np.linspace(0, 999, steps).round()[::-1]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+def test_usual_steps_have_all_turns(parts):
+    """In twice as many successive steps as there are turns, almost every part has its turn, and none many in a row."""
+    turns = TURNS // parts
+    for steps in spacings():
+        numbers = [turn_of(int(timestep)) % turns for timestep in steps]
+        length = min(2 * turns, len(numbers))
+        seen = [len(set(numbers[begin : begin + length])) for begin in range(len(numbers) - length + 1)]
+        assert np.mean(seen) > 0.8 * min(turns, length)
+        assert all(len(set(numbers[begin : begin + 5])) > 1 for begin in range(len(numbers) - 4))
+
+
+def test_a_model_whose_timestep_is_not_seen_takes_the_first_turn_and_says_so():
+    unet = make_unet(class_embed_type="timestep")  # its layer embeds labels too
+    unet.apply_tome(method="interlace")
+    assert "timestep cannot be read" in str(unet.tome_summary(height=16, width=16))
+    given = {}
+    keys_seen(unet, given.setdefault)
+    with paddle.no_grad():
+        unet(**inputs(), class_labels=paddle.to_tensor([1, 2]))
+    number, block = next((b.index, b) for b in find_blocks(unet) if b.level == 1)
+    assert given[number].shape[1] < 256
+    unet.apply_tome(method="default")
+    assert "timestep" not in str(unet.tome_summary(height=16, width=16))
+
+
+def test_a_program_equals_eager_at_every_timestep():
+    unet = make_unet(**ONE_LEVEL)
+    unet.apply_tome(method="interlace")
+    expected = {timestep: at(unet, timestep) for timestep in TIMESTEPS}
+
+    class OfUNet(paddle.nn.Layer):
+        def __init__(self):
+            super().__init__()
+            self.unet = unet
+
+        def forward(self, sample, timestep, text):
+            return self.unet(sample, timestep, text).sample
+
+    given = inputs()
+    layer = OfUNet()
+    layer.eval()
+    program = program_of(layer, [given["sample"], given["timestep"], given["encoder_hidden_states"]])
+    with paddle.no_grad():
+        for timestep, image in expected.items():
+            out = program(given["sample"], paddle.to_tensor([timestep]), given["encoder_hidden_states"])
+            np.testing.assert_allclose(out.numpy(), image, atol=1e-5)
+
+
+# Several passes at once, and again
+
+
+def test_threads_have_the_timestep_of_their_own_pass(unet):
+    unet.apply_tome(method="interlace")
+    expected, barrier = {timestep: at(unet, timestep) for timestep in (999, 1)}, threading.Barrier(2)
+
+    def passes(timestep):
+        barrier.wait()
+        for _ in range(4):
+            np.testing.assert_array_equal(at(unet, timestep), expected[timestep])
+
+    in_threads([partial(passes, timestep) for timestep in expected])
+
+
+def gradients(unet, timestep, between=None):
+    unet.clear_gradients()
+    loss = unet(**{**inputs(), "timestep": paddle.to_tensor([timestep])}).sample.square().mean()
+    if between is not None:
+        with paddle.no_grad():
+            unet(**{**inputs(seed=3), "timestep": paddle.to_tensor([between])})
+    loss.backward()
+    return {name: weight.grad.numpy() for name, weight in unet.named_parameters() if weight.grad is not None}
+
+
+def test_checkpointed_blocks_run_again_with_the_tokens_of_their_pass():
+    unet = make_unet(**ONE_LEVEL)
+    unet.train()
+    unet.apply_tome(method="interlace")
+    expected = gradients(unet, 999)
+    assert turn_of(999) % 8 != turn_of(1) % 8
+    unet.enable_gradient_checkpointing()
+    for between in (None, 1):
+        actual = gradients(unet, 999, between)
+        assert actual.keys() == expected.keys()
+        for name, gradient in expected.items():
+            np.testing.assert_allclose(actual[name], gradient, atol=1e-6, err_msg=name)
+
+
+# Videos
+
+
+def test_frames_in_a_batch_have_a_turn_each_and_both_halves_of_guidance_the_same():
+    video, frames, side = unet_3d(), 3, 8
+    video.apply_tome(method="interlace", ratio=0.75)
+    given = {}
+    keys_seen(video, given.setdefault)
+    norms = {}
+    for block in find_blocks(video):
+        block.block.norm1.register_forward_post_hook(
+            lambda _, __, output, number=block.index: norms.setdefault(number, output)
+        )
+    with paddle.no_grad():
+        video(noise(2, 4, frames, side, side), paddle.to_tensor([481]), noise(2, 5, 32))
+    number = next(block.index for block, _ in placements(video, ToMeConfig(0.75, "interlace")))
+    parts = next(shares_of for shares_of in shares(video, 0.75))
+    keys, tokens = given[number].numpy(), norms[number].numpy()
+    for row in range(2 * frames):
+        positions = kept_by(number, Grid(side, side), parts, 481, frame=row % frames)
+        np.testing.assert_array_equal(keys[row], tokens[row, positions])
+
+
+@pytest.mark.parametrize("number", [None, 5])
+def test_frames_of_one_sequence_have_a_turn_each(number):
+    from ppdiffusers_tome.methods.plan import join_frames
+
+    grid, frames = Grid(6, 8), 3
+    turn = Turn(None if number is None else paddle.to_tensor([number]))
+    kept = INTERLACE.kept(grid, ToMeConfig(0.75, "interlace"), (0.75, 0.75))
+    x = noise(2, frames * grid.tokens, 4)
+    constants = INTERLACE.constants(grid, ToMeConfig(0.75, "interlace"), kept, 1)
+    plan = join_frames(INTERLACE.plan(x.reshape([-1, grid.tokens, 4]), constants, kept, turn), frames)
+    positions = [
+        frame * grid.tokens + position
+        for frame in range(frames)
+        for position in interlaced(*grid, 4, (number or 0) + offset_of(1) + frame)
+    ]
+    np.testing.assert_array_equal(merge(x, plan).numpy(), x.numpy()[:, positions])
+    assert plan.kept == len(positions) == frames * kept.keys
+    expected = np.stack([np.array(positions) + image * frames * grid.tokens for image in range(2)])
+    np.testing.assert_array_equal(plan.kept_rows.numpy()[:, : len(positions)][:2], expected)
+
+
+# tomesd's random dst
+
+
+def dst_of(unet, timestep, plans, **settings):
+    unet.apply_tome(method="tomesd", **settings)
+    plans.clear()
+    at(unet, timestep)
+    return [tuple(plan.dst_rows.numpy()) for plan in plans]
+
+
+def test_random_dst_of_tomesd_are_others_in_each_step_and_equal_for_equal_seeds(unet, plans):
+    timesteps = [next(t for t in range(LAST_TIMESTEP) if turn_of(t) == turn) for turn in range(TURNS)]
+    chosen = [dst_of(unet, timestep, plans) for timestep in timesteps]
+    assert len({tuple(of_blocks) for of_blocks in chosen}) == TURNS
+    assert dst_of(unet, timesteps[3], plans) == chosen[3]
+    assert dst_of(unet, timesteps[3], plans, seed=1) != chosen[3]
+    fixed = [dst_of(unet, timestep, plans, use_rand=False) for timestep in timesteps[:3]]
+    assert fixed[0] == fixed[1] == fixed[2]
+
+
+def test_a_seed_is_a_number():
+    with pytest.raises(ToMeConfigError, match="seed=None is not allowed: it must be an int .* in each step"):
+        ToMeConfig(method="tomesd", seed=None)
