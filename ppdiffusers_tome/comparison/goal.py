@@ -14,18 +14,7 @@ from ..run.manifest import Size
 from .arms import Figures, summary_at
 
 # The settings that no other beats in both time and distance from plain: benchmarks/alternatives.md.
-KNOWN = (
-    ToMeConfig(ratio=0.3),
-    ToMeConfig(ratio=0.5),
-    ToMeConfig(ratio=0.75),
-    ToMeConfig(ratio=0.8, sx=4),
-    ToMeConfig(ratio=0.5, window=None),
-    ToMeConfig(ratio=0.5, method="kv"),
-    ToMeConfig(ratio=0.75, method="kv"),
-    ToMeConfig(ratio=0.75, method="kv", window=None),
-    ToMeConfig(ratio=0.5, method="todo"),
-    ToMeConfig(ratio=0.75, method="todo", sx=4),
-)
+KNOWN = tuple(ToMeConfig(ratio, "interlace") for ratio in (0.25, 0.5, 0.625, 0.75, 0.875, 0.9375))
 
 
 def known_settings(methods: Sequence[str]) -> list[ToMeConfig]:
