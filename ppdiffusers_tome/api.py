@@ -50,17 +50,17 @@ def apply_tome(
     controlnet: bool | float = True,
     **unknown: Any,
 ) -> PipelineOrModel:
-    """Merge similar tokens in a pipeline's denoisers, or in one model. A second call replaces the settings.
+    """Let attention work with fewer tokens in a pipeline's denoisers, or in one model. A second call replaces the first.
 
     Args:
         target: a ppdiffusers pipeline, or a model such as `pipe.unet`. Merging works in UNets (including those of
             video models, frame by frame, with one dst pattern for all frames) and in the transformers and ControlNets
             of `ppdiffusers_tome.families.table`; for any other target the error lists them.
-        ratio: share of the tokens to merge away. The main setting: a higher ratio is faster, and the image differs
-            more from the plain one. None: the ratio of `config`, or the method's default, which is 0.5, and
-            1 - 1/(sx·sy) for "todo", which allows few others. The number is nominal: the default method at 0.5 merges
-            21 % of the queries and 69 % of the keys and values.
-        method: how tokens merge: "default", "symmetric", "tomesd", "kv" or "todo". It brings its own defaults.
+        ratio: share of the tokens to leave out. The main setting: a higher ratio is faster, and the image differs
+            more from the plain one. None: the ratio of `config`, or the method's default. With the default method it
+            is the share of keys and values that attention leaves out, from 0 to 15/16, and 0.75 by default.
+        method: how tokens merge: one of `ppdiffusers_tome.methods.METHODS`, by default "interlace". It brings its own
+            defaults.
         max_downsample, sx, sy, use_rand, seed, window, proportional, merge_attn, merge_crossattn, merge_mlp,
             min_tokens: as in `ToMeConfig`, which describes them with their ranges and defaults.
         config: all settings but `controlnet` at once: a ToMeConfig, or a file that `ToMeConfig.save` wrote. Settings

@@ -57,22 +57,29 @@ METHOD = f"one of {', '.join(METHODS)}"
 class ToMeConfig:
     """Settings of token merging. Immutable; two configs with equal fields are equal.
 
-    A method brings its own defaults, and a setting that is passed wins. The defaults listed here are those of the
-    default method.
+    A method brings its own defaults, and a setting that is passed wins. It has not all settings: one that it lacks
+    must be left out. `ratio`, `max_downsample` and `min_tokens` exist in all methods.
 
     Args:
-        ratio: share of the tokens to merge away, 0 <= ratio <= 1 - 1/(sx·sy). A higher ratio is faster, and the image
-            differs more from the plain one; 0 merges nothing. 0.5, the default, is a good start. With method="todo" it
-            must be 1 - 1/(sx·sy), its default there (0.75 with 2×2 cells), or, if sx and sy are even, 1 - 2/(sx·sy)
-            (0.5 with 2×2 cells), or 0. It is a nominal number: the default method at 0.5 merges 21 % of the queries
-            and 69 % of the keys and values, which leaves attention as much work as if half of both merged.
+        ratio: share of the tokens to leave out. A higher ratio is faster, and the image differs more from the plain
+            one; 0 merges nothing.
+            With "interlace" it is the share of keys and values that attention leaves out, on average over the blocks
+            that merge, from 0 to 15/16. 0.75, the default, is a good start; 0.5 is nearly the plain image.
+            With "todo" it must be 1 - 1/(sx·sy), its default there (0.75 with 2×2 cells), or, if sx and sy are even,
+            1 - 2/(sx·sy) (0.5 with 2×2 cells), or 0.
+            With the others it is from 0 to 1 - 1/(sx·sy), and 0.5 by default. With "default" it is a nominal number:
+            0.5 merges 21 % of the queries and 69 % of the keys and values, which leaves attention as much work as if
+            half of both merged.
         method: how tokens merge.
-            "default" merges the most similar pairs into their mean, keys and values more than queries.
-            "symmetric" merges queries, keys and values alike, at `ratio`.
-            "tomesd" gives the results of tomesd: symmetric, with window=None and proportional=False.
-            "kv" merges keys and values alone, at `ratio`; every token keeps its own query and output.
+            "interlace", the default, keeps the keys and values of a part of the tokens, and of another part in each
+            step; every token keeps its own query and output. It compares no tokens, and suits CPUs and GPUs.
             "todo" keeps the keys and values of one token of each cell, or at ratio 0.5 of every second token on a
-            checkerboard, without comparing tokens, and suits GPUs.
+            checkerboard, the same in each step.
+            "tomesd" gives the results of tomesd: symmetric, with window=None and proportional=False.
+            "default", the default before 3.0, merges the most similar pairs into their mean, keys and values more than
+            queries.
+            "symmetric" merges queries, keys and values alike, at `ratio`.
+            "kv" merges keys and values alone, at `ratio`; every token keeps its own query and output.
         max_downsample: deepest level that merges: 1, 2, 4 or 8. A block has level d if its tokens are latent pixels
             downsampled d times along each axis. With None, the default, only the largest feature maps
             with self-attention merge: level 1 in Stable Diffusion, 2 in SDXL. No effect in transformers such as DiT,
@@ -82,16 +89,17 @@ class ToMeConfig:
         sy: height of a cell, in tokens, >= 1.
         use_rand: choose the dst token of each cell at random; otherwise it is the cell's first (top left) token, which
             is the default of "todo". Of two dst of a cell it chooses the first, and the second is half a cell away.
-        seed: seed of the random choice of dst: 0 <= seed < 2**64 for the same choice in every pass, None for a new
-            one in each. The global random states of Paddle, NumPy and Python are neither read nor advanced.
+            With "tomesd" the choice is another one in each step, a function of the timestep; with the others it is the
+            same in each.
+        seed: seed of the random choice of dst, 0 <= seed < 2**64. The global random states of Paddle, NumPy and Python
+            are neither read nor advanced.
         window: side, in tokens, of the square windows in which each token looks for its dst; rounded up to a multiple
             of sx and sy, so that windows consist of cells. With a window, 16 by default, the time of matching grows
             with the number of tokens; with None, the whole grid, with its square. A window needs a height and width
-            that are known when a program is exported. "tomesd" and "todo" have no windows.
+            that are known when a program is exported.
         proportional: weight each merged token in self-attention by the number of tokens that it replaces: the
             logarithm of this number is added to the scores of its key. The pass raises ToMePassError if the attention
-            processor is not known and does not ask for its mask. No effect where merge_attn is False. "tomesd" does
-            not have this setting.
+            processor is not known and does not ask for its mask. No effect where merge_attn is False.
         merge_attn: merge around self-attention (`attn1`). The text of a joint attention never merges. In the
             single-stream blocks of FLUX and HunyuanVideo, "default" and "symmetric" merge all tokens at `ratio`,
             around the MLP too, which is parallel to attention there and is most of the work.
@@ -108,13 +116,13 @@ class ToMeConfig:
     Source: names and meanings are those of tomesd (Bolya & Hoffman 2023, arXiv:2303.17604), with these differences:
     `method`, `seed`, `window`, `proportional` and `min_tokens` are new; a ratio above the maximum is an error, where
     tomesd silently lowers it; and `max_downsample` defaults to None, where tomesd's default of 1 merges nothing in
-    SDXL. `proportional` is the proportional attention of ToMe for ViT (Bolya et al. 2022, arXiv:2210.09461). "todo" is
+    SDXL. "interlace" was found for this package. `proportional` is the proportional attention of ToMe for ViT (Bolya et al. 2022, arXiv:2210.09461). "todo" is
     ToDo (Smith et al. 2024, arXiv:2402.13573). "default" is related to AsymRnR (Sun et al. 2024, arXiv:2412.11706),
     which removes other tokens from queries than from keys and values.
 
     Example:
-        >>> ToMeConfig(method="todo").ratio
-        0.75
+        >>> ToMeConfig().ratio, ToMeConfig(method="tomesd").ratio
+        (0.75, 0.5)
     """
 
     ratio: Number = 0.5
