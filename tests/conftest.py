@@ -49,7 +49,7 @@ TEXT = 7  # text tokens of the tiny models' inputs
 # as users have.
 MIN_THREADS, tracing.MIN_THREADS = tracing.MIN_THREADS, 1
 
-ONNX_SETTINGS = {"proportional": True, "window": 4}  # of `onnx_folder`
+ONNX_SETTINGS = {"method": "default", "proportional": True, "window": 4}  # of `onnx_folder`
 
 
 @pytest.fixture(autouse=True)
@@ -122,12 +122,12 @@ def controlnet():
     return make_controlnet()
 
 
-def inputs(batch=2, h=16, w=16, seed=0):
+def inputs(batch=2, h=16, w=16, seed=0, timestep=10):
     """sample, timestep and encoder_hidden_states of the tiny models, by keyword."""
     rng = np.random.RandomState(seed)
     return {
         "sample": paddle.to_tensor(rng.standard_normal((batch, 4, h, w)).astype("float32")),
-        "timestep": paddle.to_tensor([10]),
+        "timestep": paddle.to_tensor([timestep]),
         "encoder_hidden_states": paddle.to_tensor(rng.standard_normal((batch, TEXT, 24)).astype("float32")),
     }
 
