@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import paddle
 import pandas as pd
+from filelock import FileLock
 from lab.arm import PLAIN, Arm
 from lab.cache import digest, model_files, sources
 from lab.command import square
@@ -132,9 +133,8 @@ def list_arms() -> list[Arm]:
     arms = [Arm(ToMeConfig(ratio, "interlace")) for ratio in (0.5, 0.75, 0.875)]
     arms += [Arm(ToMeConfig(ratio, "default")) for ratio in (0.25, 0.5, 0.7)]
     arms += [Arm(ToMeConfig(ratio, method)) for method, ratio in (("todo", 0.5), ("todo", 0.75), ("tomesd", 0.5))]
-    arms += [Arm(ToMeConfig(0.25, "tomesd")), Arm(steps=12), Arm(steps=10), Arm(fast, steps=10)]
-    arms += [Arm(every=2), Arm(fast, every=2), Arm(steps=10, dpm_solver=True)]
-    return [*arms, Arm(other_seed=True)]
+    arms += [Arm(ToMeConfig(0.25, "tomesd")), Arm(steps=10), Arm(fast, steps=10)]
+    return [*arms, Arm(every=2), Arm(fast, every=2), Arm(other_seed=True)]
 
 
 class Reused:
@@ -254,7 +254,7 @@ def pass_name(key: Arm, reuses: bool) -> str:
 
 
 class Programs:
-    """The programs of a model at one size, in `build/`: each is traced when it is first needed.
+    """The programs of a model at one size, in `build/`: each is traced when it is first needed, by one process.
 
     With `dpm_solver` DPM-Solver++ replaces the model's scheduler in all arms.
     """
@@ -270,9 +270,13 @@ class Programs:
 
         `unet` replaces the programs of the arm's UNet.
         """
-        if not (self._pipeline / "tome.json").exists():
-            pipe, size = load_model(self._evaluation.model), Size(self._evaluation.size, self._evaluation.size)
-            export_pipeline(pipe, self._pipeline, (0,), [size], image_to_image=True, format="both", overwrite=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{self._pipeline}.lock"):
+            if not (self._pipeline / "tome.json").exists():
+                pipe, size = load_model(self._evaluation.model), Size(self._evaluation.size, self._evaluation.size)
+                export_pipeline(
+                    pipe, self._pipeline, (0,), [size], image_to_image=True, format="both", overwrite=True
+                )
         pipe = load_pipeline(self._pipeline, runtime=runtime, threads=self._evaluation.threads)
         passes = Passes(pipe.unet.config, arm, *(unet or self.load_all(arm, runtime)))
         parts = {**pipe.components, "unet": passes}
@@ -288,9 +292,11 @@ class Programs:
     def _load(self, key: Arm, reuses: bool, runtime: str) -> Any:
         folder = self._folder / pass_name(key, reuses)
         record = folder / "program.json"
-        if not record.exists():
-            file = self._trace(key, reuses, folder)
-            write_result(record, {name: getattr(file, name) for name in ("program", "params", "onnx")})
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not record.exists():
+                file = self._trace(key, reuses, folder)
+                write_result(record, {name: getattr(file, name) for name in ("program", "params", "onnx")})
         file = ProgramFile("unet", **json.loads(record.read_text(encoding="utf-8")))
         return RUNTIMES[runtime](threads=self._evaluation.threads).load(ExportedFolder(folder), file)
 
