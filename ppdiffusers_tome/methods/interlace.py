@@ -215,7 +215,8 @@ class InterlacePlan(MergePlan):
 
     def _of_batch(self, index: paddle.Tensor, length: int) -> paddle.Tensor:  # → [B, L] int64
         """An index [frames, L] of rows of the batch that are `length` long, as rows of all tokens of the batch."""
-        begin = (self.batch * length).reshape([-1, self.turn.frames, 1])
+        sequence = self.batch if self.frames == 1 else self.batch.reshape([-1, self.frames])[:, :1] // self.frames
+        begin = (sequence * length).reshape([-1, self.turn.frames, 1])
         return (index + begin).reshape([-1, index.shape[1]])
 
     def _merge(self, x: paddle.Tensor) -> paddle.Tensor:
