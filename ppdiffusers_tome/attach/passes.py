@@ -267,7 +267,8 @@ class BlockWrap(PlacedWrap):
             return None
         arguments = inspect.signature(type(layer).forward).bind(layer, None, *args, **kwargs).arguments
         timestep = arguments.get(self.placement.facts.timestep)
-        return None if timestep is None else read_timestep(timestep, self._constants)
+        # Blocks that get the timestep are those of images. One timestep may be that of both halves of guidance.
+        return None if timestep is None else read_timestep(timestep, self._constants)._replace(batch=-1)
 
     def build_plan(self, metric: paddle.Tensor, timestep: TimestepOfPass | None = None) -> MergePlan | None:
         """The plan of a pass of the block; None if nothing merges.

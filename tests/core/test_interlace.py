@@ -217,6 +217,17 @@ def test_a_batch_with_timesteps_of_its_own_has_the_turn_of_its_first_row(unet):
     np.testing.assert_allclose(both[:1], at(unet, 10)[:1], atol=1e-5)
 
 
+def test_both_halves_of_guidance_have_the_same_turn_with_one_timestep(plans):
+    """VQ-Diffusion passes a single number for both, and its blocks get it."""
+    tiny = ZOO["VQDiffusionPipeline"]()
+    tiny.pipe.apply_tome(method="interlace")
+    generate(tiny)
+    assert plans
+    for plan in plans:
+        first, second = plan.kept_rows.numpy()
+        np.testing.assert_array_equal(second - plan.tokens, first)
+
+
 @pytest.mark.parametrize("name", ZOO)
 def test_every_pipeline_plain_applied_and_removed(name):
     tiny = ZOO[name]()
