@@ -1,4 +1,4 @@
-"""Draw the image of the first page: three prompts, each plain and merged at 0.5, with the seconds of an image.
+"""Draw the image of the first page: three prompts, each plain and merged by default, with the seconds of an image.
 
     python benchmarks/front_page.py build/alternatives_scenes_sd_256/…/images
 
