@@ -58,7 +58,7 @@ that of the method), PSNR and SSIM against plain, and peak memory. Steps are tim
 merged, so that a busy machine slows all of them down alike."""
 EXAMPLE = """\
   python -m ppdiffusers_tome compare --model examples/scenes_sd --size 256 \\
-      --method default todo --goal 1.4x --save build/tome.json"""
+      --method interlace todo --goal 1.4x --save build/tome.json"""
 
 
 def add(commands: argparse._SubParsersAction) -> None:

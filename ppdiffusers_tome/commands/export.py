@@ -30,9 +30,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     option = export.add_argument
     option("--model", required=True, help="ppdiffusers folder or hub name")
     option("--output", type=Path, required=True, help="folder to write")
-    option(
-        "--ratio", type=float, nargs="+", help="one or several; 0 does not merge (default: the method's own, or 0.5)"
-    )
+    option("--ratio", type=float, nargs="+", help="one or several; 0 does not merge (default: the method's own)")
     option("--size", nargs="+", help="one or several, px or WIDTHxHEIGHT in px (default: the model's own)")
     option("--controlnet", metavar="DIR", help="a ControlNet to fuse with the UNet")
     option("--controlnet-ratio", type=float, help="ratio of the ControlNet; 0 does not merge (default: the UNet's)")

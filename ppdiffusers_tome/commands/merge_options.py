@@ -6,7 +6,7 @@ from typing import Any
 
 from ..config import SETTINGS, ToMeConfig, check_names
 from ..errors import ToMeConfigError
-from ..methods import METHODS
+from ..methods import DEFAULT_METHOD, METHODS
 from .image_options import naming_options
 
 FLAGS = ("proportional", "merge_crossattn", "merge_mlp")  # settings that were options of 2.x without a value
@@ -48,23 +48,31 @@ class _RemovedOption(argparse.Action):
 def add_removed_options(command: argparse.ArgumentParser) -> None:
     """Add the options of 2.x for single settings, which --merging has replaced."""
     for name in OPTIONS_OF_2:
-        write = f"write --merging {name}" + ("={value}" if name not in FLAGS else "")
+        write = f"write --merging {_with_its_method(name)}" + ("={value}" if name not in FLAGS else "")
         if name == "merge_attn":
             write = "write --method NAME"
         command.add_argument("--" + name.replace("_", "-"), action=_RemovedOption, instead=write)
     for option, setting in (("--no-rand", "use_rand=false"), ("--no-proportional", "proportional=false")):
-        command.add_argument(option, action=_RemovedOption, instead=f"write --merging {setting}")
-    command.add_argument("--match", action=_RemovedOption, instead="write --method todo for grid, or leave it out")
+        instead = f"write --merging {_with_its_method(setting)}"
+        command.add_argument(option, action=_RemovedOption, instead=instead)
+    instead = "write --method todo for grid, or --method default"
+    command.add_argument("--match", action=_RemovedOption, instead=instead)
     mean = "leave it out, a merged token is the mean of its tokens"
     command.add_argument("--blend", action=_RemovedOption, instead=mean)
+
+
+def _with_its_method(setting: str) -> str:
+    """A setting of 2.x as --merging takes it: after the method that it was of, where the default one lacks it."""
+    lacks = setting.partition("=")[0] in METHODS[DEFAULT_METHOD].fixed
+    return f"method=default,{setting}" if lacks else setting
 
 
 def read_methods(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The ways to merge that the options name, each as arguments of `ToMeConfig`: those of files first.
 
     A file always names its ratio. Its other settings are left out where they have their default values. What a method
-    or text names has a ratio too if its method has a default of its own, as "todo" has. `ToMeConfig` checks the
-    values of --merging, together with a ratio from another option.
+    or text names has a ratio too if its method allows few, as "todo" does. `ToMeConfig` checks the values of
+    --merging, together with a ratio from another option.
 
     Raises:
         ToMeConfigError: a file cannot be read, or a setting does not exist.
@@ -75,8 +83,9 @@ def read_methods(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _with_own_ratio(settings: dict[str, Any]) -> dict[str, Any]:
-    ratio = ToMeConfig(**settings).ratio
-    return settings if ratio == ToMeConfig().ratio else {**settings, "ratio": ratio}
+    config = ToMeConfig(**settings)
+    allows_any = METHODS[config.method].allowed_ratios(config.sx, config.sy) is None
+    return settings if allows_any else {**settings, "ratio": config.ratio}
 
 
 def merge_configs(options: argparse.Namespace) -> list[ToMeConfig]:

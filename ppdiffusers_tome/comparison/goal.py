@@ -9,7 +9,6 @@ from ppdiffusers import DiffusionPipeline
 
 from ..config import ToMeConfig
 from ..errors import ParameterError
-from ..methods import METHODS
 from ..run.manifest import Size
 from .arms import Figures, summary_at
 
@@ -26,15 +25,12 @@ def known_settings(methods: Sequence[str]) -> list[ToMeConfig]:
 
 
 def merges_at(pipe: DiffusionPipeline, config: ToMeConfig, size: Size) -> bool:
-    """Whether a config merges in images of a size, and is not what another one is: windows may cover the grid.
+    """Whether a config merges in images of a size.
 
     Raises:
         NoMergeableLayerError: it merges nothing at any size.
     """
-    first, usual = summary_at(pipe, config, size).blocks[0], ToMeConfig().window
-    has_windows = "window" not in METHODS[config.method].fixed
-    is_covered = has_windows and config.window is None and max(first.grid) <= (usual or 0)
-    return first.kept_keys < first.grid.tokens and not is_covered
+    return any(block.kept_keys < block.grid.tokens for block in summary_at(pipe, config, size).blocks)
 
 
 @dataclass(frozen=True)

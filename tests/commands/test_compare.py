@@ -46,7 +46,7 @@ def model(pipe, tmp_path):
     return folder
 
 
-def figures(arm="default 0.5", gain=1.5, psnr=30.0, **changes):
+def figures(arm="interlace 0.5", gain=1.5, psnr=30.0, **changes):
     """Figures of an arm, of which a goal reads these."""
     fields = dict.fromkeys(Figures.__dataclass_fields__)
     of_arm = {"arm": arm, "config": HALF, "gain": gain, "gain_quartiles": (1.0, 1.0), "psnr": psnr, "ssim": 0.9}
@@ -58,7 +58,7 @@ PLAIN_FIGURES = figures("plain", gain=None, psnr=None, config=None)
 
 def test_images_are_those_of_the_pipeline(pipe):
     plain, half = compare(pipe, SCENE, [HALF], rounds=1)
-    assert [arm.name for arm in (plain, half)] == ["plain", "default 0.5"]
+    assert [arm.name for arm in (plain, half)] == ["plain", "interlace 0.5"]
     expected = [image for prompt in SCENE.prompts for image in SCENE.generate(pipe, prompt)]  # it is plain again
     assert [np.array_equal(a, b) for a, b in zip(plain.images, expected, strict=True)] == [True, True]
     with pipe.tome(ratio=0.5):
@@ -75,8 +75,8 @@ def test_steps_take_turns_in_one_image(pipe, monkeypatch):
     monkeypatch.setattr(ComparedArm, "switch_on", lambda arm, pipe: turns.append(arm.name) or switch_on(arm, pipe))
     arms = compare(pipe, SCENE, [HALF, QUARTER], rounds=3)
     timed, images = turns[:12], turns[12:]
-    assert [sorted(timed[n : n + 3]) for n in range(0, 12, 3)] == 4 * [["default 0.25", "default 0.5", "plain"]]
-    assert images == ["plain", "default 0.5", "default 0.25", "plain"]
+    assert [sorted(timed[n : n + 3]) for n in range(0, 12, 3)] == 4 * [["interlace 0.25", "interlace 0.5", "plain"]]
+    assert images == ["plain", "interlace 0.5", "interlace 0.25", "plain"]
     assert [len(arm.step_seconds) for arm in arms] == [3, 3, 3]  # without the round that warms up
 
 
@@ -85,13 +85,13 @@ def test_gain_is_the_quotient_of_the_medians_shown(pipe):
     plain.step_seconds, half.step_seconds = [2.0, 9.0, 4.0], [1.0, 3.0, 2.5]
     row = half.figures(plain)
     assert (row.step_seconds, row.gain) == (2.5, 4.0 / 2.5)  # the median of the rounds' ratios is 2
-    assert row.keys < row.queries < row.tokens == 256 and row.macs_saved > 0
+    assert row.keys < row.queries == row.tokens == 256 and row.macs_saved > 0
     of_plain = plain.figures(plain)
     assert (of_plain.queries, of_plain.keys) == (256, 256)
     assert {of_plain.psnr, of_plain.ssim, of_plain.gain, of_plain.gain_quartiles, of_plain.macs_saved} == {None}
     header, first, second = make_table([of_plain, row]).splitlines()
     assert header.split()[:4] == ["s/step", "gain", "PSNR,", "dB"] and first.split()[:2] == ["plain", "4"]
-    assert second.startswith("default 0.5     2.5  1.60×  ") and len(second) == len(header)
+    assert second.startswith("interlace 0.5     2.5  1.60×  ") and len(second) == len(header)
 
 
 def test_rounds_that_do_not_differ_give_no_factor(pipe):
@@ -181,11 +181,12 @@ def test_what_is_not_faster_reaches_no_goal(goal, best):
 
 def test_known_settings_are_those_of_the_methods(pipe):
     assert known_settings([]) == [*KNOWN] and len(set(KNOWN)) == len(KNOWN)
-    assert [c.method for c in known_settings(["todo", "tomesd"])] == ["todo", "todo", "tomesd"]
-    assert [(c.ratio, c.sx) for c in known_settings(["default"])[:4]] == [(0.3, 2), (0.5, 2), (0.75, 2), (0.8, 4)]
-    tried = [config for config in KNOWN if merges_at(pipe, config, Size(32, 32))]
-    assert {config.method for config in tried} == {"default", "kv", "todo"}
-    assert not [c for c in tried if c.window is None and c.method != "todo"]  # a window covers the grid
+    assert known_settings(["todo", "tomesd"]) == [ToMeConfig(method="todo"), ToMeConfig(method="tomesd")]
+    assert [c.ratio for c in known_settings(["interlace"])] == [0.25, 0.5, 0.625, 0.75, 0.875, 0.9375]
+    assert all(merges_at(pipe, config, Size(32, 32)) for config in KNOWN)
+    without_cells = Size(6, 6)  # 3×3 tokens, and a cell has 4×4
+    assert not any(merges_at(pipe, config, without_cells) for config in KNOWN)
+    assert merges_at(pipe, ToMeConfig(method="default"), without_cells)
 
 
 def test_pipeline_that_reports_no_steps_is_refused(pipe, monkeypatch):
@@ -209,7 +210,7 @@ def test_command_writes_sheet_figures_and_table(model, tmp_path, capsys, monkeyp
         result = json.loads((output / f"compare_{size}.json").read_text())
         check_result(result, "comparison", "compare.json")
         assert [result[name] for name in ("prompts", "width", "height", "steps")] == [["a fox"], size, size, 2]
-        assert [row["arm"] for row in result["arms"]] == ["plain", "default 0.5", "default 0.25"]
+        assert [row["arm"] for row in result["arms"]] == ["plain", "interlace 0.5", "interlace 0.25"]
         assert result["arms"][1]["config"]["ratio"] == 0.5
         with Image.open(output / f"compare_{size}.jpg") as sheet:
             assert sheet.height > 3 * size and b"ratio=0.5" in sheet.info["comment"]
@@ -240,7 +241,7 @@ def parse(*given):
 
 def test_next_steps_name_what_was_fastest(capsys):
     """They promise no speed-up that was not measured, and their command is one that `export` takes."""
-    options = parse("--model", "m", "--size", "64x32", "--method", "default", "todo")
+    options = parse("--model", "m", "--size", "64x32", "--method", "interlace", "todo")
     todo = figures(gain=1.2, config=ToMeConfig(method="todo", use_rand=True))
     lines = compare_command._next_steps(options, [PLAIN_FIGURES, figures(gain=1.1), todo], None).splitlines()
     words = "export --model m --output build/export --size 64x32 --merging ratio=0.75,method=todo,use_rand=True"
@@ -248,6 +249,12 @@ def test_next_steps_name_what_was_fastest(capsys):
     assert merge_configs(argparse.Namespace(method=[], config=[], ratio=None, merging=[words.split()[-1]])) == [
         todo.config
     ]
+    lines = compare_command._next_steps(options, [PLAIN_FIGURES, figures(gain=1.1)], None).splitlines()
+    assert "--merging ratio=0.5 " in lines[1] and "pipe.apply_tome(ratio=0.5) " in lines[2], "of the default method"
+    former = figures(gain=1.3, config=ToMeConfig(0.5, "default"))
+    lines = compare_command._next_steps(options, [PLAIN_FIGURES, former], None).splitlines()
+    assert "--merging ratio=0.5,method=default " in lines[1]
+    assert "pipe.apply_tome(ratio=0.5, method='default') " in lines[2]
     for rows in ([PLAIN_FIGURES, figures(gain=0.99)], [PLAIN_FIGURES, figures(gain=None)]):
         assert "not faster here" in compare_command._next_steps(options, rows, None)
 
@@ -258,7 +265,7 @@ def test_help_ends_with_an_example_that_is_allowed(capsys, monkeypatch):
     example = capsys.readouterr().out.partition("example:\n")[2].replace("\\\n", "").split()
     assert example[:4] == ["python", "-m", "ppdiffusers_tome", "compare"]
     options = parse(*example[4:])
-    assert options.method == ["default", "todo"] and str(options.save) == "build/tome.json"
+    assert options.method == ["interlace", "todo"] and str(options.save) == "build/tome.json"
 
 
 def test_each_method_runs_at_the_ratios_that_it_allows(tmp_path):
@@ -266,17 +273,21 @@ def test_each_method_runs_at_the_ratios_that_it_allows(tmp_path):
         return all_configs(parse("--model", "m", *given))
 
     todo = ToMeConfig(method="todo")
-    assert configs("--method", "default", "todo") == [ToMeConfig(), todo]
-    assert configs("--method", "default", "todo", "--ratio", "0.3", "0.6") == [ToMeConfig(0.3), ToMeConfig(0.6), todo]
-    assert configs("--method", "default", "todo", "--ratio", "0.5") == [HALF, ToMeConfig(0.5, "todo")]
+    assert configs() == configs("--method", "interlace") == [ToMeConfig(0.75, "interlace")]
+    assert configs("--method", "default", "todo") == [ToMeConfig(0.5, "default"), todo]
+    both = ("--method", "interlace", "todo")
+    assert configs(*both, "--ratio", "0.3", "0.6") == [ToMeConfig(0.3), ToMeConfig(0.6), todo]
+    assert configs(*both, "--ratio", "0.5") == [HALF, ToMeConfig(0.5, "todo")]
     assert configs("--method", "todo", "kv", "--ratio", "0.75") == [todo, ToMeConfig(0.75, method="kv")]
-    assert configs("--merging", "sx=4,ratio=0.8", "--method", "default", "--ratio", "0.8") == [
-        HALF,
-        ToMeConfig(0.8, sx=4),
+    cells = "method=default,sx=4,ratio=0.8"
+    assert configs("--merging", cells, "--method", "default", "--ratio", "0.8") == [
+        ToMeConfig(0.5, "default"),
+        ToMeConfig(0.8, "default", sx=4),
     ]
-    assert configs("--ratio", "0.5", "0.5", "--method", "default", "default") == [HALF]
-    ToMeConfig(0.6, window=4).save(tmp_path / "tome.json")
-    assert configs("--config", str(tmp_path / "tome.json")) == [ToMeConfig(0.6, window=4)]
+    assert configs("--ratio", "0.5", "0.5", "--method", "interlace", "interlace") == [HALF]
+    windows = ToMeConfig(0.6, "default", window=4)
+    windows.save(tmp_path / "tome.json")
+    assert configs("--config", str(tmp_path / "tome.json")) == [windows]
     for given in (["--method", "todo", "--ratio", "0.6"], ["--method", "default", "todo", "--ratio", "0.9", "0.5"]):
         with pytest.raises(ToMeConfigError, match=r"--ratio 0\.[69] is not allowed"):
             configs(*given)
@@ -284,7 +295,7 @@ def test_each_method_runs_at_the_ratios_that_it_allows(tmp_path):
 
 def test_command_saves_the_settings_that_reach_the_goal(model, tmp_path, capsys, monkeypatch):
     """The file is one that `apply_tome` and `export --config` read, and has how it was chosen."""
-    gains = {"default 0.3": 1.2, "default 0.5": 1.5, "todo 0.75, sx=4": 1.6}
+    gains = {"interlace 0.25": 1.2, "interlace 0.5": 1.5, "todo 0.75": 1.6}
     measured, tried = ComparedArm.figures, []
 
     def with_gain(arm, plain):
@@ -294,9 +305,9 @@ def test_command_saves_the_settings_that_reach_the_goal(model, tmp_path, capsys,
     monkeypatch.setattr(ComparedArm, "figures", with_gain)
     save = tmp_path / "new" / "tome.json"
     options = ["--model", str(model), "--size", "32", "--steps", "1", "--threads", "1", "--rounds", "1"]
-    options += ["--method", "default", "todo", "--output", str(tmp_path / "outputs"), "--save", str(save)]
+    options += ["--method", "interlace", "todo", "--output", str(tmp_path / "outputs"), "--save", str(save)]
     assert main(["compare", *options, "--goal", "1.4x"]) == 0
-    assert "default 0.5, 1.50× as fast as plain, PSNR 35.0 dB" in capsys.readouterr().out
+    assert "interlace 0.5, 1.50× as fast as plain, PSNR 35.0 dB" in capsys.readouterr().out
     assert ToMeConfig.load(save) == HALF
     content = json.loads(save.read_text())
     assert (content["goal"], content["width"], content["figures"]["gain"]) == (
@@ -305,13 +316,13 @@ def test_command_saves_the_settings_that_reach_the_goal(model, tmp_path, capsys,
         1.5,
     )
     assert [row["arm"] for row in content["compared"]] == tried
-    methods = ["default 0.3", "default 0.5", "default 0.75", "default 0.8, sx=4", "todo 0.5", "todo 0.75, sx=4"]
-    assert tried == ["plain", *methods]
+    ratios = ("0.25", "0.5", "0.625", "0.75", "0.875", "0.9375")
+    assert tried == ["plain", *(f"interlace {ratio}" for ratio in ratios), "todo 0.75"]
     assert main(["compare", *options, "--goal", "33dB"]) == 0
-    assert ToMeConfig.load(save) == ToMeConfig(ratio=0.75, method="todo", sx=4)
+    assert ToMeConfig.load(save) == ToMeConfig(ratio=0.75, method="todo")
     save.unlink()
     assert main(["compare", *options, "--goal", "1.7x"]) == 1
-    assert "the best is todo 0.75, sx=4, 1.60× as fast as plain" in capsys.readouterr().out and not save.exists()
+    assert "the best is todo 0.75, 1.60× as fast as plain" in capsys.readouterr().out and not save.exists()
     monkeypatch.setattr(ComparedArm, "figures", lambda arm, plain: replace(measured(arm, plain), gain=None))
     assert main(["compare", *options, "--goal", "30dB", "--ratio", "0.5"]) == 1
     assert "nothing is faster than plain here. Nothing is saved." in capsys.readouterr().out and not save.exists()
@@ -527,7 +538,8 @@ def test_command_with_a_controlnet(tmp_path, capsys):
         (["--seed", "-1"], "--seed -1 is not allowed"),
         (["--threads", "0"], "--threads 0 is not allowed"),
         (["--ratio", "0.5", "0"], "--ratio 0 is not allowed: plain images are always generated"),
-        (["--ratio", "0.9"], "--ratio 0.9 is not allowed"),
+        (["--ratio", "0.95"], "--ratio 0.95 is not allowed"),
+        (["--method", "default", "--ratio", "0.9"], "--ratio 0.9 is not allowed"),
         (["--merging", "windows=3"], "windows"),
     ],
 )

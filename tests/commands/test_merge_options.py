@@ -1,6 +1,8 @@
 """--method, --merging and --config: ways to merge, the same in all commands."""
 
 import argparse
+import json
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -9,7 +11,7 @@ from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands.merge_options import add_merge_options, merge_configs, parse_settings, read_methods
 from ppdiffusers_tome.methods import METHODS
 
-TUNED = ToMeConfig(ratio=0.6, window=4, min_tokens=1024)
+TUNED = ToMeConfig(ratio=0.6, method="default", window=4, min_tokens=1024)
 
 
 @pytest.fixture
@@ -30,16 +32,20 @@ def parse(*options, is_single):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("sx=4", {"sx": 4}),
+        ("min_tokens=64", {"min_tokens": 64}),
+        ("method=default,sx=4", {"method": "default", "sx": 4}),
         (
-            "merge_attn=false,merge_mlp,merge_crossattn",
-            {"merge_attn": False, "merge_mlp": True, "merge_crossattn": True},
+            "method=default,merge_attn=false,merge_mlp,merge_crossattn",
+            {"method": "default", "merge_attn": False, "merge_mlp": True, "merge_crossattn": True},
         ),
         (
             "method=symmetric,merge_attn=TRUE,window=none,proportional=false",
             {"method": "symmetric", "merge_attn": True, "window": None, "proportional": False},
         ),
-        ("use_rand=false,seed=3,max_downsample=2", {"use_rand": False, "seed": 3, "max_downsample": 2}),
+        (
+            "use_rand=false,seed=3,max_downsample=2,method=tomesd",
+            {"use_rand": False, "seed": 3, "max_downsample": 2, "method": "tomesd"},
+        ),
         ("ratio=0.25", {"ratio": 0.25}),
         ("method=kv,ratio=0.75", {"method": "kv", "ratio": 0.75}),
     ],
@@ -52,15 +58,18 @@ def test_one_way_to_merge_at_its_own_ratio_or_at_several(text, expected):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_by_name_brings_its_defaults(name):
-    """Its ratio too, if the method has one of its own: other ways to merge run at each --ratio."""
+    """Its ratio too, if the method allows few: other ways to merge run at each --ratio."""
     config = ToMeConfig(method=name)
     assert merge_configs(parse("--method", name, is_single=True)) == [config]
     (settings,) = read_methods(parse("--method", name, "--ratio", "0.25", is_single=False))
     assert settings == ({"method": "todo", "ratio": 0.75} if name == "todo" else {"method": name})
     if name != "todo":
         assert merge_configs(parse("--method", name, "--ratio", "0.25", is_single=True))[0].ratio == 0.25
-    (settings,) = read_methods(parse("--merging", f"method={name},sx=4", is_single=False))
-    assert ToMeConfig(**settings) == ToMeConfig(method=name, sx=4)
+    (settings,) = read_methods(parse("--merging", f"method={name},max_downsample=2", is_single=False))
+    assert ToMeConfig(**settings) == ToMeConfig(method=name, max_downsample=2)
+    if "sx" not in METHODS[name].fixed:
+        (settings,) = read_methods(parse("--merging", f"method={name},sx=4", is_single=False))
+        assert ToMeConfig(**settings) == ToMeConfig(method=name, sx=4)
 
 
 def test_a_ratio_that_a_method_does_not_allow_is_an_error():
@@ -112,18 +121,37 @@ def test_settings_are_checked_together_with_the_ratio():
 
 
 def test_defaults_and_files_are_ways_to_merge_too(tuned):
-    assert merge_configs(parse(is_single=True)) == [ToMeConfig()]
+    assert merge_configs(parse(is_single=True)) == [ToMeConfig(0.75, "interlace")]
+    assert merge_configs(parse("--ratio", "0.5", is_single=True)) == [ToMeConfig(0.5, "interlace")]
     assert merge_configs(parse("--config", tuned, is_single=True)) == [TUNED]
     configs = merge_configs(parse("--ratio", "0.25", "0", "--config", tuned, is_single=True))
-    assert [(config.ratio, config.window, config.min_tokens) for config in configs] == [(0.25, 4, 1024), (0, 4, 1024)]
+    assert configs == [replace(TUNED, ratio=ratio) for ratio in (0.25, 0)]
 
 
 def test_several_ways_to_merge(tuned):
     assert read_methods(parse(is_single=False)) == []
-    named = ["--method", "kv", "--merging", "sx=4", "ratio=0.75,window=none"]
+    named = ["--method", "kv", "--merging", "min_tokens=9", "method=kv,ratio=0.75,window=none"]
     options = parse(*named, "--config", tuned, tuned, is_single=False)
-    of_file = {"ratio": 0.6, "window": 4, "min_tokens": 1024}
-    assert read_methods(options) == [of_file, of_file, {"method": "kv"}, {"sx": 4}, {"ratio": 0.75, "window": None}]
+    of_file = {"ratio": 0.6, "method": "default", "window": 4, "min_tokens": 1024}
+    of_text = [{"method": "kv"}, {"min_tokens": 9}, {"method": "kv", "ratio": 0.75, "window": None}]
+    assert read_methods(options) == [of_file, of_file, *of_text]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"version": 1, "settings": {"ratio": 0.6, "window": 4}}, ToMeConfig(0.6, "default", window=4)),
+        ({"version": 1, "settings": {}}, ToMeConfig(0.5, "default")),
+        ({"version": 2, "settings": asdict(TUNED)}, TUNED),
+        ({"version": 2, "settings": asdict(ToMeConfig(0.5, "default"))}, ToMeConfig(0.5, "default")),
+    ],
+)
+def test_a_file_of_an_earlier_release_means_the_method_that_was_its_default(settings, expected, tmp_path):
+    path = tmp_path / "tome_config.json"
+    path.write_text(json.dumps({"format": "ppdiffusers_tome.config", **settings}))
+    assert merge_configs(parse("--config", str(path), is_single=True)) == [expected]
+    (read,) = read_methods(parse("--config", str(path), is_single=False))
+    assert ToMeConfig(**read) == expected, "also where settings with their default values are left out"
 
 
 @pytest.mark.parametrize("command", ["export", "compare"])
@@ -132,7 +160,7 @@ def test_all_commands_have_the_options(command, capsys):
         main([command, "--help"])
     printed = capsys.readouterr().out
     assert "--merging SETTINGS" in printed and "--config FILE" in printed
-    assert "--method {default,symmetric,tomesd,kv,todo}" in printed
+    assert f"--method {{{','.join(METHODS)}}}" in printed and [*METHODS][0] == "interlace"
 
 
 @pytest.mark.parametrize(
@@ -141,6 +169,8 @@ def test_all_commands_have_the_options(command, capsys):
         (["--merging", "merge_attn=keys"], "merge_attn='keys' is not allowed"),
         (["--merging", "merge_attn=kv"], "Pass method='kv' in its place"),
         (["--merging", "windw=8"], "'windw' is not a setting"),
+        (["--merging", "window=8"], "window=8 is not allowed with method='interlace', which has no window"),
+        (["--ratio", "0.95"], "--ratio 0.95 is not allowed: it must be a number from 0 to 0.9375"),
         (["--method", "todo", "--ratio", "0.6"], "--ratio 0.6 is not allowed: method='todo'"),
         (["--config", "/no/such.json"], "/no/such.json cannot be read as a settings file"),
     ],
@@ -153,12 +183,12 @@ def test_settings_that_are_not_allowed_are_named_before_anything_is_written(opti
 
 def test_an_export_merges_in_one_way(tuned, capsys):
     with pytest.raises(SystemExit):
-        parse("--config", tuned, "--merging", "sx=4", is_single=True)
+        parse("--config", tuned, "--merging", "min_tokens=4", is_single=True)
     assert "not allowed with argument" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        parse("--merging", "sx=4", "sx=3", is_single=True)
+        parse("--merging", "min_tokens=4", "min_tokens=3", is_single=True)
     with pytest.raises(SystemExit):
-        parse("--method", "kv", "--merging", "sx=4", is_single=True)
+        parse("--method", "kv", "--merging", "min_tokens=4", is_single=True)
     with pytest.raises(SystemExit):
         parse("--method", "ToDo", is_single=True)
 
@@ -167,9 +197,11 @@ def test_an_export_merges_in_one_way(tuned, capsys):
     ("option", "message"),
     [
         ("--merge-attn kv", "--merge-attn is not an option since release 3.0: write --method NAME"),
-        ("--window 8 --sx 4", "--window is not an option since release 3.0: write --merging window=8"),
-        ("--no-rand", "--no-rand is not an option since release 3.0: write --merging use_rand=false"),
-        ("--merge-mlp --ratio 0.5", "write --merging merge_mlp\n"),
+        ("--window 8 --sx 4", "--window is not an option since release 3.0: write --merging method=default,window=8"),
+        ("--no-rand", "--no-rand is not an option since release 3.0: write --merging method=default,use_rand=false"),
+        ("--merge-mlp --ratio 0.5", "write --merging method=default,merge_mlp\n"),
+        ("--min-tokens 64", "write --merging min_tokens=64\n"),
+        ("--match similarity", "write --method todo for grid, or --method default"),
         ("--blend 1", "leave it out"),
     ],
 )
