@@ -85,7 +85,7 @@ def test_merged_image_is_similar_to_the_plain_one(pipe):
 
 
 def test_settings_file_in_place_of_settings(pipe, tmp_path):
-    path, config = tmp_path / "tome_config.json", ToMeConfig(0.25, window=None)
+    path, config = tmp_path / "tome_config.json", ToMeConfig(0.25, "kv", window=None)
     config.save(path)
     for source in (path, str(path), config):
         assert config_of(pipe.remove_tome().apply_tome(config=source).unet) == config
@@ -96,10 +96,10 @@ def test_settings_file_in_place_of_settings(pipe, tmp_path):
 
 
 def test_a_setting_beside_a_file_wins_whatever_its_value(pipe):
-    config = ToMeConfig(0.7, sx=4, seed=None, window=None, merge_mlp=True)
+    config = ToMeConfig(0.7, "default", sx=4, seed=3, window=None, merge_mlp=True)
     given = {"sx": 2, "seed": 0, "window": 16, "merge_mlp": False}  # the defaults
     for ratio in (0.5, 0.4):
-        assert config_of(pipe.apply_tome(ratio, config=config, **given).unet) == ToMeConfig(ratio)
+        assert config_of(pipe.apply_tome(ratio, config=config, **given).unet) == ToMeConfig(ratio, "default")
         with pipe.remove_tome().tome(ratio, config=config):
             assert config_of(pipe.unet) == replace(config, ratio=ratio)
     with pipe.tome(config=config, sx=2):
@@ -109,12 +109,13 @@ def test_a_setting_beside_a_file_wins_whatever_its_value(pipe):
 def test_a_method_brings_its_defaults_and_a_setting_that_is_passed_wins(pipe):
     for name in METHODS:
         assert config_of(pipe.apply_tome(method=name).unet) == ToMeConfig(method=name)
-        with pipe.tome(method=name, sx=4):
-            assert config_of(pipe.unet) == ToMeConfig(method=name, sx=4)
+        with pipe.tome(method=name, min_tokens=4):
+            assert config_of(pipe.unet) == ToMeConfig(method=name, min_tokens=4)
+    assert config_of(pipe.apply_tome(method="todo", sx=4).unet) == ToMeConfig(0.875, "todo", sx=4)
     assert config_of(pipe.apply_tome(ratio=0.75, method="todo", use_rand=True).unet) == ToMeConfig(
         0.75, "todo", use_rand=True
     )
-    config = ToMeConfig(seed=3, window=8)
+    config = ToMeConfig(method="default", seed=3, window=8)
     assert config_of(pipe.apply_tome(config=config, method="kv").unet) == replace(config, method="kv")
     assert config_of(pipe.apply_tome(0, config=ToMeConfig(method="todo")).unet) == ToMeConfig(0, "todo")
 
@@ -141,8 +142,10 @@ def test_editors_and_notebooks_see_the_settings():
         ({"match": "grid"}, 'match is not a setting since release 3.0: .* method="todo"'),
         ({"merge_attn": "kv"}, "merge_attn='kv' .* Pass method='kv'"),
         ({"merge_attn": "asymmetric"}, "merge_attn='asymmetric' .* Pass method='default'"),
-        ({"method": "ToDo"}, "method='ToDo' is not allowed: it must be one of default, symmetric, tomesd, kv, todo"),
+        ({"method": "ToDo"}, f"method='ToDo' is not allowed: it must be one of {', '.join(METHODS)}"),
         ({"method": "todo", "window": 8}, "window=8 .* which has no window"),
+        ({"window": 8}, "window=8 .* method='interlace', which has no window: .* default, symmetric, kv"),
+        ({"method": "tomesd", "seed": None}, "seed=None is not allowed: it must be an int"),
         ({"method": "todo", "ratio": 0.6}, "ratio=0.6 is not allowed: method='todo'"),
     ],
 )
@@ -162,8 +165,10 @@ def test_grids_below_min_tokens_stay_plain(pipe):
             merged[smallest] = draw(pipe)
     np.testing.assert_array_equal(merged[257], plain)
     assert np.abs(merged[256] - plain).max() > 1e-3
-    with pipe.tome(ratio=0.5, max_downsample=2, min_tokens=256):
-        np.testing.assert_array_equal(draw(pipe), merged[256])
+    with pipe.tome(ratio=0.5, method="symmetric"):
+        of_level_1 = draw(pipe)
+    with pipe.tome(ratio=0.5, method="symmetric", max_downsample=2, min_tokens=256):
+        np.testing.assert_array_equal(draw(pipe), of_level_1)
         summary = pipe.tome_summary(height=64, width=64)
         assert {(block.level, block.is_gated) for block in summary.blocks} == {(1, False), (2, True)}
         assert str(summary).count("plain (min_tokens)") == sum(block.is_gated for block in summary.blocks)
@@ -268,7 +273,7 @@ def test_near_equal_inputs_merge_differently_in_a_few_pairs(image_pipe, plans):
 
     inputs = waves, np.round(255 * waves) / 255
     plain, merged, pairs = [generate(image) for image in inputs], [], []
-    with image_pipe.tome(ratio=0.5):
+    with image_pipe.tome(ratio=0.5, method="default"):
         for image in inputs:
             plans.clear()
             merged.append(generate(image))

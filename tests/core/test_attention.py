@@ -41,7 +41,13 @@ ASYMMETRIC = {**TOMESD, "method": "default"}
 CELLS = {**KV, "method": "todo", "use_rand": True}
 TODO = {**CELLS, "use_rand": False}
 CHECKERBOARD = {**TODO, "ratio": 0.5}
+DEFAULT, INTERLACE = {"method": "default"}, {"method": "interlace"}  # with all of their own defaults
 TOLERANCE = 5e-6  # float32 sums of up to 256 terms in another order, outputs of size 3
+
+
+def of_both_weights(*settings):
+    """These settings with keys that count as often as the tokens that they replace, and with keys that count once."""
+    return [{**one, "proportional": value} for one in settings for value in (False, True)]
 
 
 def record(model, attention, make_pass, **settings):
@@ -76,30 +82,34 @@ def expected_of(attention, tokens, plan, settings, rows=slice(None)):
 @pytest.mark.parametrize(
     ("settings", "queries", "keys"),
     [
-        ({**KV, "ratio": 0.5}, 128, 128),
-        ({**KV, "ratio": 0.7, "window": 4}, 77, 77),
-        (CELLS, 64, 64),
-        (TODO, 64, 64),
-        (CHECKERBOARD, 128, 128),
-        (ASYMMETRIC, 204, 81),
-        ({**ASYMMETRIC, "ratio": 0.1, "window": 4}, 248, 215),
-        ({**ASYMMETRIC, "ratio": 0.01}, 256, 252),  # the same tokens as queries
-        (TOMESD, 128, 128),
-        ({**TOMESD, "window": 4}, 128, 128),
-    ],
+        (settings, queries, keys)
+        for one, queries, keys in (
+            ({**KV, "ratio": 0.5}, 128, 128),
+            ({**KV, "ratio": 0.7, "window": 4}, 77, 77),
+            (CELLS, 64, 64),
+            (TODO, 64, 64),
+            (CHECKERBOARD, 128, 128),
+            (ASYMMETRIC, 204, 81),
+            ({**ASYMMETRIC, "ratio": 0.1, "window": 4}, 248, 215),
+            ({**ASYMMETRIC, "ratio": 0.01}, 256, 252),  # the same tokens as queries
+            (TOMESD, 128, 128),
+            ({**TOMESD, "window": 4}, 128, 128),
+        )
+        for settings in of_both_weights(one)
+    ]
+    + [(INTERLACE, 32, 32), ({**INTERLACE, "ratio": 0.5}, 64, 64)],  # of the first block, which keeps less than others
     ids=str,
 )
-@pytest.mark.parametrize("proportional", [False, True])
-def test_attention_is_that_over_merged_tokens(processor, settings, queries, keys, proportional, plans):
-    unet, settings = make_unet(), {**settings, "proportional": proportional}
+def test_attention_is_that_over_merged_tokens(processor, settings, queries, keys, plans):
+    unet = make_unet()
     unet.set_attn_processor(PROCESSORS[processor]())
     attention = find_blocks(unet)[0].block.attn1
     tokens, out = record(unet, attention, lambda: run(unet), **settings)
     plan = plans[0]
     assert tokens.shape == out.shape == [2, 256, 32] and (plan.kept, plan.keys.kept) == (queries, keys)
     assert float((out - expected_of(attention, tokens, plan, settings)).abs().max()) < TOLERANCE
-    if settings["method"] != "todo":  # all cells have the same size
-        other = expected_of(attention, tokens, plan, {**settings, "proportional": not proportional})
+    if settings["method"] not in ("todo", "interlace"):  # whose keys all count alike
+        other = expected_of(attention, tokens, plan, {**settings, "proportional": not settings["proportional"]})
         assert float((out - other).abs().max()) > 10 * TOLERANCE
     with paddle.no_grad():
         assert float((out - AttnProcessor()(attention, tokens)).abs().max()) > 10 * TOLERANCE
@@ -158,7 +168,7 @@ def test_grids_with_remainders(settings, h, w):
 
 
 def test_log_sizes_are_those_of_the_groups(plans):
-    unet = make_unet().apply_tome(ratio=0.6, proportional=True)
+    unet = make_unet().apply_tome(ratio=0.6, method="default")
     run(unet)
     for plan in (plan for of_block in plans for plan in (of_block, of_block.keys)):
         assert np.allclose(np.exp(plan.log_sizes.numpy()), sizes_of(plan), rtol=1e-6)
@@ -172,11 +182,10 @@ def test_log_sizes_are_0_where_nothing_merges(match):
 
 
 @pytest.mark.parametrize("index", [0, -1], ids=["first block", "last block, whose text goes nowhere"])
-@pytest.mark.parametrize("settings", [KV, CELLS, ASYMMETRIC, TOMESD], ids=["pairs", "cells", "asymmetric", "alike"])
-@pytest.mark.parametrize("proportional", [False, True])
-def test_joint_attention_merges_the_image_only(index, settings, proportional, plans):
+@pytest.mark.parametrize("settings", [*of_both_weights(KV, CELLS, ASYMMETRIC, TOMESD), INTERLACE], ids=str)
+def test_joint_attention_merges_the_image_only(index, settings, plans):
     """Text tokens count once."""
-    model, settings, seen = sd3(), {**settings, "proportional": proportional}, {}
+    model, seen = sd3(), {}
     block = find_blocks(model)[index].block
     attention = block.attn
     assert attention.context_pre_only is (index == -1)
@@ -214,8 +223,8 @@ def test_joint_attention_merges_the_image_only(index, settings, proportional, pl
 def test_pipelines_whose_attention_has_more_parts(name):
     tiny = ZOO[name]()
     plain = generate(tiny)
-    for settings in (KV, ASYMMETRIC):
-        tiny.pipe.apply_tome(ratio=0.5, **{**settings, "proportional": True})
+    for settings in ({**KV, "proportional": True}, {**ASYMMETRIC, "proportional": True}, INTERLACE):
+        tiny.pipe.apply_tome(ratio=0.5, **settings)
         assert np.abs(generate(tiny) - plain).max() > 1e-4
     tiny.pipe.remove_tome()
     np.testing.assert_array_equal(generate(tiny), plain)
@@ -231,7 +240,7 @@ def test_other_layers_still_merge_around(settings, lengths):
     assert recorder.lengths[:2] == lengths
 
 
-@pytest.mark.parametrize("settings", [{}, {**KV, "proportional": True}, CELLS, ASYMMETRIC], ids=str)
+@pytest.mark.parametrize("settings", [{}, DEFAULT, {**KV, "proportional": True}, CELLS, ASYMMETRIC], ids=str)
 def test_gradients_reach_every_token(settings):
     unet, given = make_unet().apply_tome(**settings), inputs()
     given["sample"].stop_gradient = False
@@ -272,10 +281,12 @@ def adapt(unet, adapter):
 
 @pytest.mark.parametrize("adapter", [Adapted, with_lora])
 @pytest.mark.parametrize("processor", ["plain", "xformers", "sliced"])
-@pytest.mark.parametrize("settings", [KV, CELLS, ASYMMETRIC, TOMESD], ids=str)
+@pytest.mark.parametrize(
+    "settings", [*({**one, "proportional": True} for one in (KV, CELLS, ASYMMETRIC, TOMESD)), INTERLACE], ids=str
+)
 def test_adapters_of_projections(adapter, processor, settings, plans):
     """Merging is the same, applied before or after them."""
-    unet, settings = make_unet(), {**settings, "proportional": True}
+    unet = make_unet()
     unet.set_attn_processor(PROCESSORS[processor]())
     without = run(unet.apply_tome(**settings))
     adapt(unet.remove_tome(), adapter)
@@ -292,7 +303,7 @@ def test_adapters_of_projections(adapter, processor, settings, plans):
     assert np.abs(run(fresh) - without).max() > 1e-4
 
 
-@pytest.mark.parametrize("settings", [KV, ASYMMETRIC, {**TOMESD, "proportional": True}], ids=str)
+@pytest.mark.parametrize("settings", [KV, ASYMMETRIC, {**TOMESD, "proportional": True}, INTERLACE], ids=str)
 def test_fused_projections_are_refused(settings):
     """ppdiffusers 0.29 has the processor of SD3's fused projections, but its `fuse_qkv_projections()` raises."""
     model = sd3()
@@ -347,20 +358,18 @@ class Scaled(AttnProcessor):
 @pytest.mark.parametrize(
     ("processor", "works", "fails", "message"),
     [
-        (Deaf, {"proportional": False}, {}, "proportional=True: Deaf"),
+        (Deaf, INTERLACE, DEFAULT, "proportional=True: Deaf"),
+        (Deaf, {**DEFAULT, "proportional": False}, DEFAULT, "proportional=True: Deaf"),
         (Mixing, TOMESD, {"method": "symmetric"}, "proportional=True: Mixing attends to other tokens than its own"),
         (Mixing, TOMESD, ASYMMETRIC, "method='default': Mixing computes keys or values from other tokens"),
-        (
-            Scaled,
-            {"method": "symmetric"},
-            {},
-            "method='default': Scaled computes keys or values from other",
-        ),
+        (Mixing, TOMESD, INTERLACE, "method='interlace': Mixing computes keys or values from other tokens"),
+        (Scaled, {"method": "symmetric"}, DEFAULT, "method='default': Scaled computes keys or values from other"),
+        (Scaled, {"method": "symmetric"}, INTERLACE, "method='interlace': Scaled computes keys or values from other"),
         # It asks for no mask, and divides the channels among the heads itself.
         (
             CrossFrameAttnProcessor2_5,
-            {"proportional": False},
-            {},
+            {**DEFAULT, "proportional": False},
+            DEFAULT,
             "proportional=True: CrossFrameAttnProcessor2_5 has",
         ),
     ],
@@ -408,7 +417,7 @@ class SideBySide(AttnProcessor):
 
 
 @pytest.mark.parametrize("processor", [PerturbedGuidance, OneByOne, FusedOneByOne, SideBySide])
-@pytest.mark.parametrize("settings", [{}, KV, CELLS, ASYMMETRIC, {"method": "symmetric"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, DEFAULT, KV, CELLS, ASYMMETRIC, {"method": "symmetric"}], ids=str)
 def test_processors_that_project_part_of_the_batch_are_an_error_with_a_remedy(processor, settings):
     unet = make_unet()
     unet.set_attn_processor(processor())
@@ -422,20 +431,21 @@ def test_keys_of_the_first_frame_have_its_sizes(plans):
     unet = make_unet()
     unet.set_attn_processor(CrossFrameAttention())
     attention = find_blocks(unet)[0].block.attn1
-    for settings in ({"window": None}, {"method": "symmetric"}, {"method": "kv", "ratio": 0.6}):
+    for settings in ({**DEFAULT, "window": None}, {"method": "symmetric"}, {"method": "kv", "ratio": 0.6}, INTERLACE):
         plans.clear()
         tokens, out = record(unet, attention, lambda: run(unet, batch=4), **settings)
         expected = expected_of(attention, tokens, plans[0], settings, paddle.to_tensor([0, 0, 2, 2]))
         assert float((out - expected).abs().max()) < TOLERANCE
-        sizes = sizes_of(plans[0].keys)
-        assert (sizes[0] != sizes[1]).any()
+        if settings is not INTERLACE:  # whose frames keep the same positions
+            sizes = sizes_of(plans[0].keys)
+            assert (sizes[0] != sizes[1]).any()
 
 
 # Channels instead of masks
 
 
 @pytest.mark.parametrize("processor", [XFormersAttnProcessor, type("Own", (XFormersAttnProcessor,), {})])
-@pytest.mark.parametrize("settings", [{}, {"method": "kv"}], ids=str)
+@pytest.mark.parametrize("settings", [DEFAULT, {"method": "kv"}], ids=str)
 def test_fused_attention_gets_no_mask_and_its_output_no_channels(processor, settings, monkeypatch):
     unet, calls, widths = make_unet(), [], []
     unet.set_attn_processor(processor(attention_op="math"))
@@ -466,8 +476,8 @@ def test_attention_whose_kernel_ignores_the_scale_is_that_over_repeated_keys(pla
     monkeypatch.setattr(F, "scaled_dot_product_attention_", lambda *heads, scale, **given: attend(*heads, **given))
     unet.set_attn_processor(XFormersAttnProcessor())
     attention = find_blocks(unet)[0].block.attn1
-    tokens, out = record(unet, attention, lambda: run(unet))
-    assert float((out - expected_of(attention, tokens, plans[0], {})).abs().max()) < TOLERANCE
+    tokens, out = record(unet, attention, lambda: run(unet), **DEFAULT)
+    assert float((out - expected_of(attention, tokens, plans[0], DEFAULT)).abs().max()) < TOLERANCE
 
 
 @pytest.mark.parametrize("upcast", [{}, {"upcast_attention": True}, {"upcast_softmax": True}], ids=str)
@@ -478,7 +488,7 @@ def test_scores_with_a_channel_are_those_with_a_mask(upcast, sliced, monkeypatch
     for name, value in upcast.items():
         setattr(attention, name, value)
     unet.set_attn_processor(SlicedAttnProcessor(2) if sliced else AttnProcessor())
-    _, by_channel = record(unet, attention, lambda: run(unet))
+    _, by_channel = record(unet, attention, lambda: run(unet), **DEFAULT)
     own = type(
         "Own", (type(attention.processor),), {"__call__": lambda self, *args, **given: call(self, *args, **given)}
     )
@@ -488,7 +498,7 @@ def test_scores_with_a_channel_are_those_with_a_mask(upcast, sliced, monkeypatch
     monkeypatch.setattr(
         type(attention), "get_attention_scores", lambda *args: (masks.append(args[3] is not None), scores(*args))[1]
     )
-    _, by_mask = record(unet, attention, lambda: run(unet))
+    _, by_mask = record(unet, attention, lambda: run(unet), **DEFAULT)
     assert any(masks) and float((by_channel - by_mask).abs().max()) < TOLERANCE
 
 
@@ -502,14 +512,14 @@ def test_a_mask_over_the_text_stays_with_merged_cross_attention(plans):
     def make_pass():
         unet(given["sample"], 10, given["encoder_hidden_states"], encoder_attention_mask=mask)
 
-    tokens, out = record(unet, attention, make_pass, merge_crossattn=True)
+    tokens, out = record(unet, attention, make_pass, **DEFAULT, merge_crossattn=True)
     with paddle.no_grad():
         text = given["encoder_hidden_states"]
         expected = AttnProcessor()(attention, merge(tokens, plans[0]), encoder_hidden_states=text)
     assert float((out - unmerge(expected, plans[0])).abs().max()) < TOLERANCE
 
 
-@pytest.mark.parametrize("settings", [TOMESD, KV, ASYMMETRIC, {"merge_crossattn": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, TOMESD, KV, ASYMMETRIC, {**DEFAULT, "merge_crossattn": True}], ids=str)
 def test_positional_arguments_are_those_of_the_layer(settings, monkeypatch):
     """None is dropped: more than the layer takes are an error, as without merging, and so is one that comes twice."""
     unet, tokens, text = make_unet(), noise(2, 256, 32), noise(2, 7, 24)
@@ -543,7 +553,7 @@ def test_positional_arguments_reach_a_method_below(monkeypatch):
         return factor * type(attention).forward(self, hidden_states)
 
     attention.forward = MethodType(scaled, attention)
-    unet.apply_tome()
+    unet.apply_tome(**DEFAULT)
     monkeypatch.setattr(passes._current, "plan", match_tokens(tokens, Grid(16, 16), removed=100, removed_keys=150))
     with paddle.no_grad():
         np.testing.assert_array_equal((2 * attention(tokens)).numpy(), attention(tokens, None, None, 2.0).numpy())

@@ -18,27 +18,34 @@ from ppdiffusers_tome.methods.method import Kept
 from ppdiffusers_tome.wording import merging_in_words, method_in_words
 
 DEFAULTS = {
-    "ratio": 0.5,
-    "method": "default",
+    "ratio": 0.75,
+    "method": "interlace",
     "max_downsample": None,
     "sx": 2,
     "sy": 2,
-    "use_rand": True,
+    "use_rand": False,
     "seed": 0,
-    "window": 16,
-    "proportional": True,
+    "window": None,
+    "proportional": False,
     "merge_attn": True,
     "merge_crossattn": False,
     "merge_mlp": False,
     "min_tokens": 0,
 }
+OF_PAIRS = {"ratio": 0.5, "use_rand": True, "window": 16, "proportional": True}
 OF_METHOD = {  # what differs from these defaults
-    "default": {},
-    "symmetric": {},
-    "tomesd": {"window": None, "proportional": False},
-    "kv": {},
-    "todo": {"ratio": 0.75, "use_rand": False, "window": None},
+    "interlace": {},
+    "default": OF_PAIRS,
+    "symmetric": OF_PAIRS,
+    "tomesd": {"ratio": 0.5, "use_rand": True},
+    "kv": OF_PAIRS,
+    "todo": {"proportional": True},
 }
+
+
+def allowed(method, **settings):
+    """Those of these settings that a method has."""
+    return {name: value for name, value in settings.items() if name not in METHODS[method].fixed}
 
 
 def test_defaults():
@@ -49,7 +56,7 @@ def test_defaults():
 def test_a_method_brings_its_defaults_and_a_setting_that_is_passed_wins(method):
     expected = {**DEFAULTS, **OF_METHOD[method], "method": method}
     assert vars(ToMeConfig(method=method)) == expected
-    passed = {"seed": 3, "use_rand": not expected["use_rand"], "ratio": 0}
+    passed = allowed(method, seed=3, use_rand=not expected["use_rand"], ratio=0, min_tokens=64)
     assert vars(ToMeConfig(method=method, **passed)) == {**expected, **passed}
 
 
@@ -74,7 +81,11 @@ def test_the_default_ratio_of_todo_is_that_of_its_cells():
         ),
         (
             {"method": "tomesd", "proportional": True},
-            "proportional=True .* method='tomesd', which has no proportional: .* default, symmetric, kv, todo$",
+            "proportional=True .* method='tomesd', which has no proportional: .* todo, default, symmetric, kv$",
+        ),
+        (
+            {"method": "interlace", "sx": 4},
+            "sx=4 .* method='interlace', which has no sx: .* todo, tomesd, default, symmetric, kv$",
         ),
     ],
 )
@@ -130,13 +141,13 @@ def test_settings_by_position():
 
 
 NOT_ALLOWED = {  # of each setting: other types, and the values next to the limits
-    "ratio": (-0.1, 0.76, 1, float("nan"), float("inf"), "0.5", None, True, {1.0: 0.6, 0.5: 0.4}),
+    "ratio": (-0.1, 0.938, 1, float("nan"), float("inf"), "0.5", None, True, {1.0: 0.6, 0.5: 0.4}),
     "method": ("cells", "ToDo", "", None, True, ["kv"]),
     "max_downsample": (0, 3, 2.0, "2", True),
     "sx": (0, -2, 2.0, "2", None),
     "sy": (0, -2, 2.0, "2", None),
     "use_rand": (1, "no", None),
-    "seed": (-1, 2**64, 0.5, False),
+    "seed": (-1, 2**64, 0.5, False, None),
     "window": (0, -2, 8.0, True),
     "proportional": (1, None),
     "merge_attn": ("keys", "alone", None, 1.5, 1),
@@ -150,9 +161,10 @@ NOT_ALLOWED = {  # of each setting: other types, and the values next to the limi
     ("name", "value"), [(name, value) for name, values in NOT_ALLOWED.items() for value in values]
 )
 def test_a_value_that_is_not_allowed_is_an_error_that_names_it(name, value):
-    with pytest.raises(ToMeConfigError) as caught:
-        ToMeConfig(**{name: value})
-    assert f"{name}={value!r}" in str(caught.value)
+    for method in METHODS:
+        with pytest.raises(ToMeConfigError) as caught:
+            ToMeConfig(**{"method": method, name: value})
+        assert f"{name}={value!r}" in str(caught.value)
 
 
 def test_every_setting_is_checked():
@@ -160,7 +172,9 @@ def test_every_setting_is_checked():
 
 
 def test_the_error_names_what_is_allowed():
-    with pytest.raises(ToMeConfigError, match=r"seed=-1 .* from 0 to 2\*\*64 - 1, or None"):
+    with pytest.raises(
+        ToMeConfigError, match=r"seed=-1 .* from 0 to 2\*\*64 - 1; with each, tomesd chooses other dst in each step"
+    ):
         ToMeConfig(seed=-1)
     with pytest.raises(ToMeConfigError, match=f"method='ToDo' .* one of {', '.join(METHODS)}"):
         ToMeConfig(method="ToDo")
@@ -176,13 +190,21 @@ def test_config_error_is_a_value_error_and_a_tome_error():
 @pytest.mark.parametrize(("sx", "sy"), [(2, 2), (4, 4), (2, 3), (3, 2), (1, 2), (3, 3), (1, 1), (7, 11)])
 def test_maximum_ratio(sx, sy):
     largest = 1 - 1 / (sx * sy)
-    assert ToMeConfig(ratio=largest, sx=sx, sy=sy).ratio == largest
+    assert ToMeConfig(largest, "default", sx=sx, sy=sy).ratio == largest
     with pytest.raises(ToMeConfigError, match=rf"sx={sx}, sy={sy}"):
-        ToMeConfig(ratio=largest + 1e-6, sx=sx, sy=sy)
+        ToMeConfig(largest + 1e-6, "default", sx=sx, sy=sy)
+
+
+def test_the_maximum_ratio_of_the_default_is_one_part_of_sixteen():
+    assert ToMeConfig(15 / 16).ratio == 15 / 16
+    with pytest.raises(ToMeConfigError, match=r"it must be a number from 0 to 0\.9375\."):
+        ToMeConfig(15 / 16 + 1e-6)
 
 
 def test_no_layer_to_merge_is_rejected():
     with pytest.raises(ToMeConfigError, match="merge_attn, merge_crossattn and merge_mlp are all False"):
+        ToMeConfig(method="default", merge_attn=False)
+    with pytest.raises(ToMeConfigError, match=r"merge_attn=False .* which has no merge_attn: .* default,"):
         ToMeConfig(merge_attn=False)
 
 
@@ -207,16 +229,16 @@ def test_cells_decide_the_ratios_and_the_error_names_them(sx, sy, named):
         assert ToMeConfig(ratio, "todo", sx=sx, sy=sy).ratio == 1 - per_cell / (sx * sy)
         assert tokens_kept(ToMeConfig(ratio, "todo", sx=sx, sy=sy), Grid(5 * sy, 7 * sx)).keys == 35 * per_cell
     assert ToMeConfig(0, "todo", sx=sx, sy=sy).ratio == 0
-    assert ToMeConfig(named[0], sx=sx, sy=sy).ratio == 1 - 1 / (sx * sy)
+    assert ToMeConfig(named[0], "default", sx=sx, sy=sy).ratio == 1 - 1 / (sx * sy)
 
 
 @pytest.mark.parametrize(("sx", "sy"), [(2, 2), (4, 2), (1, 2)])
-def test_the_ratios_of_the_default_cost_as_much_as_equal_ones(sx, sy):
+def test_the_ratios_of_default_cost_as_much_as_equal_ones(sx, sy):
     """Queries times keys, at every ratio; keys merge more until cells stop them, which the largest ratio does."""
     largest, grid = 1 - 1 / (sx * sy), Grid(20, 20)
     for ratio in np.linspace(0, largest, 21):
-        config = ToMeConfig(ratio, sx=sx, sy=sy)
-        queries, keys = METHODS["default"].ratios(config)
+        config = ToMeConfig(ratio, "default", sx=sx, sy=sy)
+        queries, keys = METHODS["default"].ratios(config, config.ratio)
         assert (1 - queries) * (1 - keys) == pytest.approx((1 - config.ratio) ** 2)
         assert 0 <= queries <= ratio + 1e-12 and ratio - 1e-12 <= keys <= largest
         assert 1 - keys == pytest.approx((1 - queries) ** 5) or keys == largest
@@ -226,12 +248,12 @@ def test_the_ratios_of_the_default_cost_as_much_as_equal_ones(sx, sy):
     assert (queries, keys) == pytest.approx((largest, largest))
 
 
-@pytest.mark.parametrize("method", ["symmetric", "tomesd", "kv"])
+@pytest.mark.parametrize("method", ["symmetric", "tomesd", "kv", "interlace"])
 def test_the_other_methods_merge_at_the_ratio(method):
-    assert METHODS[method].ratios(ToMeConfig(0.6, method)) == (0.6, 0.6)
+    assert METHODS[method].ratios(ToMeConfig(0.6, method), 0.7) == (0.7, 0.7), "of the block"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [name for name in METHODS if allowed(name, merge_attn=False)])
 def test_layers_other_than_self_attention_merge_at_the_ratio(method):
     config = ToMeConfig(method=method, merge_attn=False, merge_mlp=True)
     kept = 400 - 400 * config.ratio
@@ -249,16 +271,21 @@ def test_cells_take_remainders_with_them():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, "default"),
-        ({"ratio": 0.7, "seed": 3}, "default"),
+        ({}, "interlace"),
+        ({"ratio": 0.7}, "interlace"),
+        ({"max_downsample": 2, "min_tokens": 64}, "interlace, up to level 2, from 64 tokens"),
+        ({"ratio": 0.7, "seed": 3, "method": "default"}, "default"),
         ({"method": "symmetric", "window": 8}, "symmetric, windows of 8"),
         ({"method": "tomesd"}, "tomesd"),
         ({"method": "kv", "sx": 4, "window": None}, "kv, 4×2 cells, whole grid"),
         ({"method": "todo"}, "todo"),
         ({"method": "todo", "use_rand": True}, "todo, random dst"),
-        ({"merge_attn": False, "merge_mlp": True}, "default, not around self-attention, merge_mlp=True"),
         (
-            {"use_rand": False, "max_downsample": 2, "proportional": False, "min_tokens": 64},
+            {"method": "default", "merge_attn": False, "merge_mlp": True},
+            "default, not around self-attention, merge_mlp=True",
+        ),
+        (
+            {"method": "default", "use_rand": False, "max_downsample": 2, "proportional": False, "min_tokens": 64},
             "default, up to level 2, fixed dst, not proportional, from 64 tokens",
         ),
     ],
@@ -271,8 +298,9 @@ def test_method_in_words(settings, words):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, "default 0.5"),
-        ({"ratio": 0.8, "sx": 4}, "default 0.8, sx=4"),
+        ({}, "interlace 0.75"),
+        ({"ratio": 0.8, "max_downsample": 1}, "interlace 0.8, max_downsample=1"),
+        ({"method": "default", "ratio": 0.8, "sx": 4}, "default 0.8, sx=4"),
         ({"method": "todo", "use_rand": True}, "todo 0.75, use_rand=True"),
         ({"method": "kv", "window": None, "seed": 1}, "kv 0.5, seed=1, window=None"),
     ],
@@ -293,16 +321,17 @@ def test_no_two_ways_to_merge_have_the_same_words():
         "proportional": False,
     }
     others |= {"merge_crossattn": True, "merge_mlp": True, "min_tokens": 64}
-    configs = [ToMeConfig(**{name: value}) for name, value in others.items()]
+    configs = [ToMeConfig(method="default", **{name: value}) for name, value in others.items()]
+    configs += [ToMeConfig(**{name: value}) for name, value in allowed("interlace", **others).items()]
     configs += [ToMeConfig(method=method) for method in METHODS]
     for in_words in (method_in_words, merging_in_words):
         assert len(set(map(in_words, configs))) == len(configs)
 
 
 def test_numpy_numbers_are_converted():
-    config = ToMeConfig(ratio=np.float32(0.25), sx=np.int64(4), seed=np.uint32(7))
+    config = ToMeConfig(np.float32(0.25), "default", sx=np.int64(4), seed=np.uint32(7))
     assert (type(config.ratio), type(config.sx), type(config.seed)) == (float, int, int)
-    assert config == ToMeConfig(ratio=0.25, sx=4, seed=7)
+    assert config == ToMeConfig(0.25, "default", sx=4, seed=7)
 
 
 def test_frozen():
@@ -311,7 +340,7 @@ def test_frozen():
 
 
 def test_copies_and_pickles_are_equal():
-    for config in (ToMeConfig(), ToMeConfig(method="todo", use_rand=True, seed=None), ToMeConfig(0.6, "kv", sx=4)):
+    for config in (ToMeConfig(), ToMeConfig(method="todo", use_rand=True, seed=7), ToMeConfig(0.6, "kv", sx=4)):
         for other in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config), dataclasses.replace(config)):
             assert other == config and hash(other) == hash(config)
 
@@ -332,7 +361,7 @@ def test_copies_and_pickles_are_equal():
 def test_what_merges_away_is_rounded_down_and_needs_a_dst(ratio, grid, removed, queries, keys):
     n = grid.tokens
     assert tokens_kept(ToMeConfig(ratio, "symmetric"), grid) == Kept(n, n - removed, n - removed)
-    assert tokens_kept(ToMeConfig(ratio), grid) == Kept(n, n - queries, n - keys)
+    assert tokens_kept(ToMeConfig(ratio, "default"), grid) == Kept(n, n - queries, n - keys)
 
 
 @pytest.mark.parametrize("side", [10, 64, 256, 1000])
@@ -344,8 +373,8 @@ def test_what_merges_away_is_the_exact_share_whatever_floating_point_makes_of_it
 
 
 def test_describe_has_ratio_and_changed_settings():
-    assert ToMeConfig().describe() == "ratio=0.5"
-    assert ToMeConfig(ratio=0.25, seed=None, sx=4).describe() == "ratio=0.25, sx=4, seed=None"
+    assert ToMeConfig().describe() == "ratio=0.75"
+    assert ToMeConfig(0.25, "default", seed=3, sx=4).describe() == "ratio=0.25, method='default', sx=4, seed=3"
     assert ToMeConfig(method="todo").describe() == "ratio=0.75, method='todo'"
     assert ToMeConfig(method="todo", use_rand=True).changed_settings() == {
         "ratio": 0.75,
@@ -357,8 +386,8 @@ def test_describe_has_ratio_and_changed_settings():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_changed_settings_give_back_the_config(method):
-    for settings in ({}, {"sx": 4}, {"sx": 3, "sy": 1, "use_rand": False, "seed": None, "ratio": 0}):
-        config = ToMeConfig(method=method, **settings)
+    for settings in ({}, {"sx": 4}, {"sx": 3, "sy": 1, "use_rand": False, "seed": 7, "ratio": 0, "min_tokens": 9}):
+        config = ToMeConfig(method=method, **allowed(method, **settings))
         assert ToMeConfig(**config.changed_settings()) == config
 
 
@@ -366,8 +395,15 @@ def test_changed_settings_give_back_the_config(method):
     ("own", "passed", "expected"),
     [
         ({}, {}, {}),
-        ({"ratio": 0.6, "seed": 7}, {"sx": 4}, {"ratio": 0.6, "seed": 7, "sx": 4}),
-        ({"sx": 4}, {"method": "todo"}, {"method": "todo", "sx": 4}),  # the default ratio becomes that of the method
+        ({}, {"method": "default"}, {"method": "default"}),  # the default ratio becomes that of the method
+        ({"method": "default"}, {"method": "interlace"}, {}),
+        (
+            {"ratio": 0.6, "min_tokens": 9},
+            {"method": "kv", "sx": 4},
+            {"ratio": 0.6, "method": "kv", "sx": 4, "min_tokens": 9},
+        ),
+        ({"method": "kv", "ratio": 0.6, "seed": 7}, {"sx": 4}, {"method": "kv", "ratio": 0.6, "seed": 7, "sx": 4}),
+        ({"method": "default", "sx": 4}, {"method": "todo"}, {"method": "todo", "sx": 4}),
         ({"method": "todo"}, {"method": "kv"}, {"method": "kv"}),
         ({"method": "todo"}, {"sx": 4}, {"method": "todo", "sx": 4}),
         ({"method": "todo", "use_rand": True}, {"seed": 1}, {"method": "todo", "use_rand": True, "seed": 1}),
@@ -375,7 +411,7 @@ def test_changed_settings_give_back_the_config(method):
         ({"ratio": 0.6}, {"method": "todo", "ratio": 0}, {"method": "todo", "ratio": 0}),
         ({"method": "todo"}, {"ratio": 0.5}, {"method": "todo", "ratio": 0.5}),
         ({"method": "todo", "ratio": 0.5}, {"method": "kv"}, {"method": "kv"}),
-        ({"window": 8}, {"method": "tomesd", "window": None}, {"method": "tomesd"}),
+        ({"method": "kv", "window": 8}, {"method": "tomesd", "window": None}, {"method": "tomesd"}),
     ],
 )
 def test_with_settings(own, passed, expected):
@@ -385,7 +421,8 @@ def test_with_settings(own, passed, expected):
 @pytest.mark.parametrize(
     ("own", "passed", "message"),
     [
-        ({"window": 8}, {"method": "todo"}, "window=8 .* no window"),
+        ({"method": "default", "window": 8}, {"method": "todo"}, "window=8 .* no window"),
+        ({"method": "default", "sx": 4}, {"method": "interlace"}, "sx=4 .* no sx"),
         ({"ratio": 0.6}, {"method": "todo"}, "ratio=0.6 .* method='todo'"),
         (
             {"method": "todo", "ratio": 0.5},
@@ -416,7 +453,7 @@ def test_the_config_of_a_controlnet():
 
 def test_a_settings_file_gives_back_the_config(tmp_path):
     path = tmp_path / "tome_config.json"
-    config = ToMeConfig(method="todo", use_rand=True, sx=2, seed=None, min_tokens=1024)
+    config = ToMeConfig(method="todo", use_rand=True, sx=2, seed=7, min_tokens=1024)
     config.save(path, figures={"speed_up": 1.5})
     assert ToMeConfig.load(path) == ToMeConfig.load(str(path)) == config
     content = json.loads(path.read_text())
@@ -426,20 +463,20 @@ def test_a_settings_file_gives_back_the_config(tmp_path):
 
 
 OF_2X = {  # all settings of a file or export of 2.x
-    **{name: DEFAULTS[name] for name in DEFAULTS if name != "method"},
+    **{name: value for name, value in {**DEFAULTS, **OF_PAIRS}.items() if name != "method"},
     "match": "similarity",
     "merge_attn": "asymmetric",
 }
 UPGRADED = [  # what of those differs from the defaults of 2.x, and the settings that it is now
-    ({}, {}),
-    ({"ratio": 0.25, "seed": None, "window": 8}, {"ratio": 0.25, "seed": None, "window": 8}),
-    ({"blend": 1.0}, {}),
+    ({}, {"method": "default"}),
+    ({"ratio": 0.25, "seed": 7, "window": 8}, {"method": "default", "ratio": 0.25, "seed": 7, "window": 8}),
+    ({"blend": 1.0}, {"method": "default"}),
     ({"merge_attn": True}, {"method": "symmetric"}),
     ({"merge_attn": True, "window": None}, {"method": "symmetric", "window": None}),
     ({"merge_attn": True, "window": None, "proportional": False}, {"method": "tomesd"}),
-    ({"window": None, "proportional": False}, {"window": None, "proportional": False}),
+    ({"window": None, "proportional": False}, {"method": "default", "window": None, "proportional": False}),
     ({"merge_attn": "kv", "ratio": 0.7}, {"method": "kv", "ratio": 0.7}),
-    ({"merge_attn": False, "merge_mlp": True}, {"merge_attn": False, "merge_mlp": True}),
+    ({"merge_attn": False, "merge_mlp": True}, {"method": "default", "merge_attn": False, "merge_mlp": True}),
     ({"merge_attn": "kv", "match": "grid", "ratio": 0.75}, {"method": "todo", "use_rand": True}),
     ({"merge_attn": "kv", "match": "grid", "ratio": 0.75, "use_rand": False, "window": 8}, {"method": "todo"}),
     (
@@ -464,6 +501,7 @@ def test_settings_of_2x_are_those_that_they_are_now(tmp_path, given, settings, e
         ({"match": "grid", "ratio": 0.75, "merge_attn": True}, 'Use method="todo", or method="symmetric"'),
         ({"match": "grid", "ratio": 0.75}, "merge_attn='asymmetric' cannot be read: .* Use method=\"todo\""),
         ({"blend": 0.5}, "blend=0.5 cannot be read"),
+        ({"seed": None}, "seed=None is not allowed: it must be an int"),
         ({"match": "pairs"}, "match='pairs'.* cannot be read"),
         ({"merge_attn": "q"}, "merge_attn='q' cannot be read"),
     ],
@@ -512,11 +550,12 @@ def test_damaged_settings_files_are_an_error_that_names_them(tmp_path, content, 
     ("grid", "removed"), [(Grid(15, 17), (0, 0, 0)), (Grid(16, 16), (52, 175, 128)), (Grid(32, 32), (211, 701, 512))]
 )
 def test_grids_with_fewer_tokens_stay_plain(grid, removed):
-    config, n = ToMeConfig(0.5, min_tokens=256), grid.tokens
+    config, n = ToMeConfig(0.5, "default", min_tokens=256), grid.tokens
     queries, keys, alike = removed
     assert tokens_kept(config, grid) == (n, n - queries, n - keys)
     assert tokens_kept(config, grid, merges_block=True) == (n, n - alike, n - alike)
-    assert tokens_kept(ToMeConfig(method="todo", min_tokens=256), grid).keys == n - 1.5 * alike
+    for method in ("todo", "interlace"):
+        assert tokens_kept(ToMeConfig(method=method, min_tokens=256), grid).keys == n - 1.5 * alike
 
 
 @pytest.mark.parametrize(

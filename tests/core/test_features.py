@@ -251,11 +251,12 @@ def test_merging_before_and_after_a_feature(family, tiny, name):
 # Batches
 
 
+@pytest.mark.parametrize("method", ["interlace", "default"])
 @pytest.mark.parametrize(("prompts", "images", "guidance"), [(1, 3, 1.0), (2, 2, 7.5)])
-def test_images_of_a_batch_equal_single_images(tiny, prompts, images, guidance, plans):
+def test_images_of_a_batch_equal_single_images(tiny, prompts, images, guidance, method, plans):
     texts, start = [FOX, BEAR, CRAB][:prompts], noise(prompts * images, 4, 8, 8)
     plain = latents(tiny, prompt=texts, num_images_per_prompt=images, guidance_scale=guidance, latents=start)
-    tiny.pipe.apply_tome(ratio=0.5)
+    tiny.pipe.apply_tome(method=method)
     together = latents(tiny, prompt=texts, num_images_per_prompt=images, guidance_scale=guidance, latents=start)
     of_batch = [*plans]
     assert together.shape == plain.shape and (np.abs(together - plain).max(axis=(1, 2, 3)) > 1e-3).all()
@@ -264,7 +265,7 @@ def test_images_of_a_batch_equal_single_images(tiny, prompts, images, guidance, 
         np.testing.assert_allclose(latent, single[0], atol=1e-4)
     batch = prompts * images * (1 if guidance == 1.0 else 2)
     assert of_batch
-    for plan in of_batch:  # one dst pattern for all images, but different pairs
+    for plan in of_batch if method == "default" else ():  # one dst pattern for all images, but different pairs
         dst = plan.dst_rows.numpy().reshape(batch, -1) - plan.tokens * np.arange(batch)[:, None]
         assert (dst == dst[0]).all()
         pairs = groups(plan, batch)
@@ -341,7 +342,7 @@ def test_feed_forward_chunks_of_models_that_have_them(model):
             return generate(tiny, num_inference_steps=1, output_type="latent")
 
     plain = output()
-    tiny.pipe.apply_tome(ratio=0.5)
+    tiny.pipe.apply_tome(method="default")
     merged = output()
     assert np.abs(merged - plain).max() > 1e-4
     denoiser.enable_forward_chunking(1, dim=0)
@@ -354,13 +355,13 @@ def test_feed_forward_chunks_of_models_that_have_them(model):
         np.testing.assert_allclose(chunked, merged, atol=1e-4)
         np.testing.assert_allclose(chunked_plain, plain, atol=1e-4)
     with pytest.raises(ToMeConfigError, match=r"merge_mlp=True .* turn chunking off"):
-        tiny.pipe.apply_tome(ratio=0.5, merge_mlp=True)
-    np.testing.assert_array_equal((tiny.pipe.apply_tome(ratio=0.5), output())[1], chunked)
+        tiny.pipe.apply_tome(method="default", merge_mlp=True)
+    np.testing.assert_array_equal((tiny.pipe.apply_tome(method="default"), output())[1], chunked)
     for layer in denoiser.sublayers():  # two of the four have no disable_forward_chunking()
         if hasattr(layer, "set_chunk_feed_forward"):
             layer.set_chunk_feed_forward(None)
     np.testing.assert_array_equal(output(), merged)
-    tiny.pipe.apply_tome(ratio=0.5, merge_mlp=True)
+    tiny.pipe.apply_tome(method="default", merge_mlp=True)
     assert np.abs(output() - merged).max() > 1e-4
     for dim in (0, 1):
         denoiser.enable_forward_chunking(1, dim=dim)
@@ -375,6 +376,7 @@ HALF = (paddle.float16, paddle.bfloat16)
 OPERATORS = ("__add__", "__radd__", "__mul__", "__rmul__", "__sub__", "__truediv__", "__matmul__", "matmul")
 NORMS = ("layer_norm", "group_norm", "softmax")
 KERNELS = ("add", "concat", "conv2d", "gelu", "linear", "matmul", "nearest_interp", "shape", "silu", *NORMS)
+ALL_LAYERS = {"merge_crossattn": True, "merge_mlp": True, "proportional": True}
 AUTOCAST = ("linear", "conv2d", "matmul", "__matmul__")  # what runs in half precision at level O1
 
 
@@ -455,9 +457,10 @@ def dtypes(unet, dtype):
 @pytest.mark.parametrize(
     ("method", "moves"),  # of attention, cross-attention and feed-forward in a block: merge and unmerge
     [
-        ({"window": 4, "ratio": 0.5}, 7),
-        ({"window": 4, "ratio": 0.5, "method": "symmetric"}, 6),
-        ({"method": "todo", "use_rand": True, "ratio": 0.75}, 5),
+        ({"method": "default", "window": 4, **ALL_LAYERS}, 7),
+        ({"method": "symmetric", "window": 4, **ALL_LAYERS}, 6),
+        ({"method": "todo", "use_rand": True, **ALL_LAYERS}, 5),
+        ({"method": "interlace"}, 1),
     ],
 )
 def test_models_in_half_precision_stay_in_it(unet, half, autocast, method, moves, monkeypatch):
@@ -475,8 +478,7 @@ def test_models_in_half_precision_stay_in_it(unet, half, autocast, method, moves
         monkeypatch.setattr(MergePlan, name, partialmethod(recorded, getattr(MergePlan, name)))
     with kernels_for_half(), paddle.amp.auto_cast(enable=autocast, dtype=half):
         plain, before = dtypes(unet, dtype)
-        settings = {"merge_crossattn": True, "merge_mlp": True, "max_downsample": 2, "proportional": True}
-        merged, after = dtypes(unet.apply_tome(**settings, **method), dtype)
+        merged, after = dtypes(unet.apply_tome(max_downsample=2, **method), dtype)
         np.testing.assert_array_equal(dtypes(unet.remove_tome(), dtype)[1], before)
     assert merged == plain != full
     assert len(moved) == moves * 7 and all(dtype_in == dtype_out for dtype_in, dtype_out in moved)

@@ -66,7 +66,7 @@ def kinds(plans):
 )
 def test_a_traced_model_merges_as_eager_does_on_the_current_device(gpu, plans):
     """`paddle.jit` outside of an export."""
-    model = make_unet().apply_tome(0.5, window=8)
+    model = make_unet().apply_tome(0.5, method="default", window=8)
     arguments = [*inputs().values()]
     for device, kind in (("gpu:0", "WindowPlan"), ("cpu", "PairPlan")):
         gpu[0] = device
@@ -83,7 +83,7 @@ def test_a_traced_model_merges_as_eager_does_on_the_current_device(gpu, plans):
 @pytest.mark.parametrize("for_gpu", [False, True])
 def test_an_export_equals_the_model(gpu, plans, tmp_path, for_gpu):
     """With the merging that was asked for. Each program is compared with eager mode on the CPU."""
-    options = {"format": "paddle", "for_gpu": for_gpu, "window": 8, "progress": False}
+    options = {"format": "paddle", "for_gpu": for_gpu, "method": "default", "window": 8, "progress": False}
     manifest = export_pipeline(tiny_pipeline(), tmp_path / "out", 0.5, [(32, 32)], **options)
     assert kinds(plans) == {"WindowPlan" if for_gpu else "PairPlan"}
     assert max(manifest.programs[0].parity.values()) < 1e-5
@@ -118,7 +118,7 @@ def test_weights_on_a_gpu_are_copied_to_the_cpu(gpu, monkeypatch):
 
 
 def test_contexts_within_each_other(gpu, plans):
-    model = make_unet().apply_tome(0.5, window=8)
+    model = make_unet().apply_tome(0.5, method="default", window=8)
     with gpu_form(True):
         with gpu_form(True):
             pass

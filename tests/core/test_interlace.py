@@ -1,4 +1,4 @@
-"""interlace keeps another part of the keys in each step: which, in which blocks, and that only the timestep decides."""
+"""interlace keeps other keys in each step: which, in which blocks, and that only the timestep decides."""
 
 import copy
 import threading
@@ -19,7 +19,6 @@ from ppdiffusers_tome import Grid, ToMeConfig, ToMeConfigError, merge
 from ppdiffusers_tome.attach.placement import placements
 from ppdiffusers_tome.families.models import denoisers, find_blocks
 from ppdiffusers_tome.methods.interlace import INTERLACE, interlace_constants, offset_of
-from ppdiffusers_tome.methods.method import Kept
 from ppdiffusers_tome.methods.turns import LAST_TIMESTEP, TURNS, Turn, turn_at, turn_table
 
 pytestmark = [
@@ -199,10 +198,8 @@ def test_other_steps_have_other_errors_and_together_smaller_ones(unet):
     errors = []
     for turn in range(TURNS):
         timestep = next(t for t in range(LAST_TIMESTEP) if turn_of(t) == turn)
-        wrap = layer._tome
-        read, wrap.forward = wrap.forward, lambda layer, *_, **__: type(layer).forward(layer, paddle.to_tensor([500, 500]))
+        layer._tome.forward = lambda layer, *_, **__: type(layer).forward(layer, paddle.to_tensor([500, 500]))
         errors.append(at(unet, timestep) - plain)
-        del wrap.forward
     single = np.mean([np.square(error).mean() for error in errors])
     assert len({error.tobytes() for error in errors}) == TURNS // 2, "two of 16 parts remain in its first block"
     assert np.square(np.mean(errors, axis=0)).mean() < single / 4
@@ -295,7 +292,7 @@ def test_a_model_whose_timestep_is_not_seen_takes_the_first_turn_and_says_so():
     keys_seen(unet, given.setdefault)
     with paddle.no_grad():
         unet(**inputs(), class_labels=paddle.to_tensor([1, 2]))
-    number, block = next((b.index, b) for b in find_blocks(unet) if b.level == 1)
+    number = next(block.index for block in find_blocks(unet) if block.level == 1)
     assert given[number].shape[1] < 256
     unet.apply_tome(method="default")
     assert "timestep" not in str(unet.tome_summary(height=16, width=16))
@@ -430,5 +427,5 @@ def test_random_dst_of_tomesd_are_others_in_each_step_and_equal_for_equal_seeds(
 
 
 def test_a_seed_is_a_number():
-    with pytest.raises(ToMeConfigError, match="seed=None is not allowed: it must be an int .* in each step"):
+    with pytest.raises(ToMeConfigError, match=r"seed=None is not allowed: it must be an int .* in each step"):
         ToMeConfig(method="tomesd", seed=None)

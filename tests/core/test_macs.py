@@ -26,6 +26,9 @@ from ppdiffusers_tome import (
 from ppdiffusers_tome.attach.passes import gpu_form
 from ppdiffusers_tome.attach.placement import placements
 from ppdiffusers_tome.macs import count_macs, matching_macs, saved_macs
+from ppdiffusers_tome.methods import METHODS
+
+DEFAULT = {"method": "default"}
 
 
 def measured(model, call, monkeypatch):
@@ -80,26 +83,30 @@ def test_controlnet_is_counted_as_measured(controlnet, monkeypatch):
 @pytest.mark.parametrize(
     "settings",
     [
+        {},
         {"ratio": 0.5},
-        {"ratio": 0.75},
-        {"ratio": 0.5, "max_downsample": 2},
+        {"max_downsample": 2},
+        {**DEFAULT, "ratio": 0.5},
+        {**DEFAULT, "ratio": 0.75},
+        {**DEFAULT, "max_downsample": 2},
         {"ratio": 0.5, "method": "symmetric"},
         {"ratio": 0.5, "window": 4, "method": "symmetric", "merge_mlp": True},
-        {"ratio": 0.4, "merge_crossattn": True},
-        {"ratio": 0.4, "merge_mlp": True},
-        {"ratio": 0.5, "window": 4, "proportional": True},
-        {"ratio": 0.5, "window": 6, "max_downsample": 2},
+        {**DEFAULT, "ratio": 0.4, "merge_crossattn": True},
+        {**DEFAULT, "ratio": 0.4, "merge_mlp": True},
+        {**DEFAULT, "window": 4, "proportional": True},
+        {**DEFAULT, "window": 6, "max_downsample": 2},
         {"ratio": 0.5, "method": "kv"},
         {"ratio": 0.7, "method": "kv", "proportional": True, "merge_mlp": True},
         {"ratio": 0.75, "method": "todo", "use_rand": True},
         {"ratio": 0.5, "method": "todo", "max_downsample": 2, "merge_mlp": True},
         {"method": "todo", "use_rand": True, "max_downsample": 2, "merge_crossattn": True},
-        {"ratio": 0.3, "merge_attn": False, "merge_crossattn": True, "max_downsample": 2, "sx": 4},
+        {**DEFAULT, "ratio": 0.3, "merge_attn": False, "merge_crossattn": True, "max_downsample": 2, "sx": 4},
     ],
 )
 def test_saved_macs_are_those_that_a_merged_pass_skips(settings, monkeypatch):
-    fixed = {} if settings.get("method") == "todo" else {"window": None}
-    settings = {"proportional": False, **fixed, **settings}
+    lacks = METHODS[ToMeConfig(**settings).method].fixed
+    others = {name: value for name, value in {"proportional": False, "window": None}.items() if name not in lacks}
+    settings = {**others, **settings}
     unet, config, grid = make_unet(), ToMeConfig(**settings), Grid(16, 16)
     placed = placements(unet, config)
     saved = sum(saved_macs(mergeable, placement, grid, TEXT) for mergeable, placement in placed)
@@ -108,7 +115,7 @@ def test_saved_macs_are_those_that_a_merged_pass_skips(settings, monkeypatch):
         tokens, channels = (256, 32) if mergeable.level == 1 else (64, 64)
         dst = tokens // (config.sx * config.sy)
         side, cells = int(tokens**0.5), config.sx * config.sy
-        if config.method == "todo":
+        if config.method in ("todo", "interlace"):
             continue
         if config.window is None:
             matching += (tokens - dst) * dst * channels
@@ -122,7 +129,7 @@ def test_saved_macs_are_those_that_a_merged_pass_skips(settings, monkeypatch):
     assert plain - merged == saved + matching
 
 
-@pytest.mark.parametrize("settings", [{}, {"window": 8, "method": "kv"}, {"max_downsample": 2}])
+@pytest.mark.parametrize("settings", [DEFAULT, {"window": 8, "method": "kv"}, {**DEFAULT, "max_downsample": 2}])
 def test_the_form_for_gpus_is_counted_as_measured(settings, monkeypatch):
     """It compares every token of a window with its dst."""
     unet, config = make_unet(), ToMeConfig(**settings)
@@ -171,13 +178,14 @@ def test_transformer_is_counted_as_measured(name, h, w, monkeypatch):
     assert count_macs(model, latent, text, frames) == plain
     for settings in (
         {},
-        {"method": "symmetric"},
-        {"method": "kv", "ratio": 0.6},
-        {"method": "symmetric", "window": 4},
-        {"merge_mlp": True, "merge_crossattn": True},
-        {"merge_attn": False, "merge_mlp": True, "method": "todo", "use_rand": True},
+        {**DEFAULT, "proportional": False},
+        {"method": "symmetric", "proportional": False},
+        {"method": "kv", "ratio": 0.6, "proportional": False},
+        {"method": "symmetric", "window": 4, "proportional": False},
+        {**DEFAULT, "merge_mlp": True, "merge_crossattn": True, "proportional": False},
+        {"merge_attn": False, "merge_mlp": True, "method": "todo", "use_rand": True, "proportional": False},
     ):
-        config = ToMeConfig(**{"proportional": False, **settings})
+        config = ToMeConfig(**settings)
         placed = placements(model, config)
         saved = sum(saved_macs(block, placement, latent, text, frames) for block, placement in placed)
         matching = frames * sum(matching_macs(block, placement, block.grid(latent)) for block, placement in placed)
@@ -195,7 +203,9 @@ def test_summary_of_a_video_needs_its_frames():
     assert without.macs is None and "pass frames, the number of its latent frames" in str(without)
     few, many = (tome_summary(model, 12, 16, frames=frames) for frames in (2, 20))
     assert few.macs < many.macs and 0 < few.saved_share < many.saved_share
-    assert {(block.kept, block.kept_keys) for block in many.blocks} == {(39, 16)}  # in each frame
+    assert {(block.kept, block.kept_keys) for block in many.blocks} == {(48, 24)}  # in each frame
+    blocks = tome_summary(apply_tome(model, **DEFAULT), 12, 16, frames=20).blocks
+    assert {(block.kept, block.kept_keys) for block in blocks} == {(39, 16)}
     with pytest.raises(ToMeConfigError, match="frames=0 is not allowed"):
         tome_summary(model, 12, 16, frames=0)
 
@@ -210,7 +220,7 @@ def test_a_model_whose_blocks_are_unknown_is_not_counted():
 
 def test_summary_of_a_single_stream_block():
     model = OF_FLUX.double()
-    merges = {"symmetric": ("attn", "mlp"), "default": ("attn", "mlp"), "kv": ("kv",)}
+    merges = {"symmetric": ("attn", "mlp"), "default": ("attn", "mlp"), "kv": ("kv",), "interlace": ("kv",)}
     for method, expected in merges.items():
         summary = tome_summary(apply_tome(model, method=method), 16, 16)
         assert [block.merges for block in summary.blocks][2:] == [expected] * 2
@@ -218,7 +228,7 @@ def test_summary_of_a_single_stream_block():
 
 
 def test_summary_of_the_bundled_pipeline(pipe):
-    pipe.apply_tome(ratio=0.5)
+    pipe.apply_tome(**DEFAULT)
     small, large = pipe.tome_summary(), pipe.tome_summary(height=256, width=192)
     assert (small.latent, large.latent) == (Grid(32, 32), Grid(64, 48))
     of_small = {(b.level, b.grid, b.kept, b.kept_keys, b.merges) for b in small.blocks}
@@ -226,7 +236,7 @@ def test_summary_of_the_bundled_pipeline(pipe):
     assert {(b.kept, b.kept_keys) for b in large.blocks} == {(2439, 968)}
     assert 0 < small.saved_share < large.saved_share < 1
     text = str(large)
-    assert "unet: ratio=0.5" in text and "latents 64×48" in text
+    assert "unet: ratio=0.5, method='default'" in text and "latents 64×48" in text
     assert " 2439 (keys and values 968) of 3072  attn" in text
     assert f"{large.saved_share:.1%} of" in text
     equal = pipe.apply_tome(ratio=0.5, method="symmetric").tome_summary(height=256, width=192)
@@ -236,7 +246,7 @@ def test_summary_of_the_bundled_pipeline(pipe):
 
 def test_summary_of_the_form_for_gpus(unet):
     """Where weights are on a GPU, or within `gpu_form(True)`; these grids are those of Stable Diffusion at 512 px."""
-    unet.apply_tome()
+    unet.apply_tome(**DEFAULT)
     assert {(b.kept, b.kept_keys) for b in unet.tome_summary(64, 64).blocks} == {(3251, 1291)}
     with gpu_form(True):
         assert {(b.kept, b.kept_keys) for b in unet.tome_summary(64, 64).blocks} == {(3200, 1280)}
@@ -287,12 +297,17 @@ def test_summary_names_each_of_several_attention_processors(unet):
     )
 
 
-def test_summary_at_ratio_0_and_of_grids_too_small_to_merge(pipe):
-    for ratio, size in ((0, 128), (0.5, 8)):  # 8 px: 2×2 and 1×1 tokens
-        summary = pipe.apply_tome(ratio, max_downsample=2).tome_summary(height=size, width=size)
+@pytest.mark.parametrize(
+    ("method", "smallest", "merges"),
+    [("default", 8, ("attn",)), ("interlace", 16, ("kv",))],  # px: the first level has a cell, the second has none
+)
+def test_summary_at_ratio_0_and_of_grids_too_small_to_merge(pipe, method, smallest, merges):
+    for ratio, size in ((0, 128), (0.5, smallest)):
+        summary = pipe.apply_tome(ratio, method=method, max_downsample=2).tome_summary(height=size, width=size)
         nothing = {b.merges for b in summary.blocks if b.kept_keys == b.grid.tokens}
         assert nothing == {()} and str(summary).count("  plain\n") == sum(not b.merges for b in summary.blocks)
-        assert all(b.merges == ("attn",) for b in summary.blocks if b.kept_keys < b.grid.tokens)
+        assert all(b.merges == merges for b in summary.blocks if b.kept_keys < b.grid.tokens)
+        assert any(b.merges for b in summary.blocks) == (ratio > 0)
 
 
 def test_summary_with_merging_off(pipe):
@@ -311,7 +326,8 @@ def test_summary_of_a_model_in_which_nothing_can_merge(pipe):
 
 
 def test_saved_macs_can_be_negative(unet):
-    assert unet.apply_tome(0.01).tome_summary().saved < 0
+    assert unet.apply_tome(0.01, method="default").tome_summary().saved < 0
+    assert unet.apply_tome(1 / 16).tome_summary().saved > 0, "without a matching"
 
 
 @pytest.mark.parametrize(("argument", "value"), [("height", 0), ("height", 2.5), ("width", -8), ("width", True)])

@@ -27,8 +27,9 @@ def unet(request):
 @pytest.mark.parametrize(
     ("settings", "keys"),
     [
-        ({}, 81),
-        ({"ratio": 0.01}, 252),
+        ({}, 32),
+        ({"method": "default"}, 81),
+        ({"method": "default", "ratio": 0.01}, 252),
         ({"method": "symmetric"}, 128),
         ({"method": "kv", "proportional": False}, 128),
     ],
@@ -65,7 +66,7 @@ def test_mask_over_text_is_unchanged(unet):
         return unet(arguments["sample"], 10, text, encoder_attention_mask=mask).sample.numpy()
 
     plain = attend()
-    unet.apply_tome(merge_crossattn=True)
+    unet.apply_tome(method="default", merge_crossattn=True)
     merged = attend()
     arguments["encoder_hidden_states"][1, 3:] = 5.0  # behind the mask
     assert np.abs(merged - plain).max() > 1e-4

@@ -54,7 +54,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("method", ["default", "symmetric", "kv"])
+@pytest.mark.parametrize("method", ["interlace", "default", "symmetric", "kv"])
 @pytest.mark.parametrize("name", CASES)
 def test_pipeline(name, method, tmp_path):
     make, family = CASES[name]
@@ -72,8 +72,8 @@ def test_pipeline(name, method, tmp_path):
     assert not np.allclose(merged, plain, atol=1e-3)
     summary = pipe.tome_summary(96, 128, frames=3)
     assert {block.grid for block in summary.blocks} == {(6, 8)}
-    kept = {(39, 16)} if method == "default" else {(24, 24)}
-    kept |= {(24, 24)} if name == "FLUX" else set()  # whose single-stream blocks merge as a whole
+    kept = {{"default": (39, 16), "interlace": (48, 24)}.get(method, (24, 24))}
+    kept |= {(24, 24)} if name == "FLUX" and method == "default" else set()  # single-stream blocks merge as a whole
     assert {(block.kept, block.kept_keys) for block in summary.blocks} == kept
     assert 0 < summary.saved_share < 1
     with pytest.raises(ToMeExportError, match=f"{type(pipe).__name__} cannot be exported: only StableDiffusion"):

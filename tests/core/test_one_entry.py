@@ -93,7 +93,9 @@ def run(model, h=12, w=20):
     return model(paddle.to_tensor(np.random.RandomState(0).standard_normal((2, 4, h, w)).astype("float32"))).numpy()
 
 
-@pytest.mark.parametrize("settings", [{"method": name} for name in METHODS] + [{"merge_mlp": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"method": name} for name in METHODS] + [{"method": "default", "merge_mlp": True}], ids=str
+)
 def test_plain_applied_removed(tower, settings):
     before, plain = traces(tower), run(tower)
     merged = run(apply_tome(tower, **settings))

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import types
 from functools import partial
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -34,21 +33,24 @@ from ppdiffusers_tome import (
     ToMePassError,
     match_tokens,
 )
-from ppdiffusers_tome.attach import attach, forward, passes
+from ppdiffusers_tome.attach import attach, forward
 from ppdiffusers_tome.families.models import find_blocks
+
+DEFAULT = {"method": "default"}
 
 
 @pytest.mark.parametrize(
     "settings",
     [
         {},
-        {"ratio": 0.75},
+        {"ratio": 0.9375},
         {"ratio": 0.25, "max_downsample": 2},
-        {"ratio": 0.5, "max_downsample": 8, "merge_crossattn": True, "merge_mlp": True},
-        {"ratio": 0.5, "merge_attn": False, "merge_crossattn": True},
-        {"ratio": 0.5, "merge_attn": False, "merge_mlp": True},
-        {"ratio": 0.6, "sx": 3, "sy": 2, "use_rand": False},
-        {"ratio": 0.5, "seed": None},
+        DEFAULT,
+        {**DEFAULT, "max_downsample": 8, "merge_crossattn": True, "merge_mlp": True},
+        {**DEFAULT, "merge_attn": False, "merge_crossattn": True},
+        {**DEFAULT, "merge_attn": False, "merge_mlp": True},
+        {**DEFAULT, "ratio": 0.6, "sx": 3, "sy": 2, "use_rand": False},
+        {"method": "tomesd"},
     ],
 )
 @pytest.mark.parametrize(("batch", "h", "w"), [(1, 16, 24), (3, 17, 19)])
@@ -86,6 +88,7 @@ MODELS = {
     "settings",
     [
         {},
+        DEFAULT,
         {"method": "kv", "window": None},
         {"method": "todo", "use_rand": True, "proportional": False},
         {"method": "todo", "use_rand": True, "merge_mlp": True},
@@ -122,7 +125,7 @@ def test_applying_again_replaces(unet):
 def test_ratio_that_removes_no_token_gives_the_plain_result(unet):
     plain = run(unet)
     np.testing.assert_array_equal(run(unet.apply_tome(ratio=0)), plain)
-    np.testing.assert_array_equal(run(unet.apply_tome(ratio=0.002)), plain)  # ⌊256 · 0.0033⌋ = 0 keys
+    np.testing.assert_array_equal(run(unet.apply_tome(ratio=0.002, **DEFAULT)), plain)  # ⌊256 · 0.0033⌋ = 0 keys
     np.testing.assert_array_equal(run(unet.apply_tome(ratio=0.003, method="symmetric")), plain)  # ⌊256 · 0.003⌋ = 0
 
 
@@ -139,8 +142,8 @@ def test_at_ratio_0_nothing_is_checked_and_nothing_changes(unet):
         return [run(unet), *(output.numpy() for output in outputs)]
 
     plain = passes()
-    unet.apply_tome(ratio=0, max_downsample=8, merge_mlp=True)
-    assert attach.config_of(unet) == ToMeConfig(ratio=0, max_downsample=8, merge_mlp=True)
+    unet.apply_tome(ratio=0, **DEFAULT, max_downsample=8, merge_mlp=True)
+    assert attach.config_of(unet) == ToMeConfig(ratio=0, **DEFAULT, max_downsample=8, merge_mlp=True)
     helper = mergeable.block.register_forward_pre_hook(lambda block, arguments: (arguments[0] * 1, *arguments[1:]))
     np.testing.assert_equal(passes(), plain)
     helper.remove()
@@ -149,19 +152,20 @@ def test_at_ratio_0_nothing_is_checked_and_nothing_changes(unet):
 
 
 def test_same_seed_same_result_in_every_pass_and_batch(unet):
-    unet.apply_tome(ratio=0.5, seed=3)
+    unet.apply_tome(**DEFAULT, seed=3)
     first, second = run(unet), run(unet)
     np.testing.assert_array_equal(first, second)
     arguments = inputs()
     with paddle.no_grad():
         one = unet(arguments["sample"][:1], 10, arguments["encoder_hidden_states"][:1]).sample.numpy()
     np.testing.assert_allclose(one, first[:1], atol=1e-5)  # odd batches merge like even ones
-    assert np.abs(run(unet.apply_tome(ratio=0.5, seed=4)) - first).max() > 1e-4
-    assert np.abs(run(unet.apply_tome(ratio=0.5, use_rand=False)) - first).max() > 1e-4
+    assert np.abs(run(unet.apply_tome(**DEFAULT, seed=4)) - first).max() > 1e-4
+    assert np.abs(run(unet.apply_tome(**DEFAULT, use_rand=False)) - first).max() > 1e-4
 
 
 @pytest.mark.parametrize(
-    ("ratio", "method", "adds"), [(0.75, "todo", False), (0.5, "todo", False), (0.75, "kv", True)]
+    ("ratio", "method", "adds"),
+    [(0.75, "interlace", False), (0.75, "todo", False), (0.5, "todo", False), (0.75, "kv", True)],
 )
 def test_cells_add_no_tokens(unet, ratio, method, adds, monkeypatch):
     """A GPU adds in no fixed order: see docs/api.md."""
@@ -175,7 +179,7 @@ def test_each_block_merges_by_its_own_input_and_seed(unet, plans):
     metrics, blocks = [], find_blocks(unet)
     for block in blocks:
         block.block.register_forward_pre_hook(lambda layer, arguments: metrics.append(arguments[0]))
-    run(unet.apply_tome(max_downsample=2, seed=3), h=17, w=12)
+    run(unet.apply_tome(**DEFAULT, max_downsample=2, seed=3), h=17, w=12)
     grids = [Grid(17, 12), *[Grid(9, 6)] * 4, *[Grid(17, 12)] * 2]  # in the order of a pass: down, middle, up
     indices = [block.index for stage in ("down", "mid", "up") for block in blocks if block.path.startswith(stage)]
     removed = {17 * 12: (42, 139), 9 * 6: (11, 36)}  # from queries, and from keys and values
@@ -189,7 +193,9 @@ def test_each_block_merges_by_its_own_input_and_seed(unet, plans):
 # Errors leave the model unchanged
 
 
-@pytest.mark.parametrize("invalid", [{"ratio": 2}, {"max_downsample": 3}, {"seed": "x"}, {"merge_mlp": 1}])
+@pytest.mark.parametrize(
+    "invalid", [{"ratio": 2}, {"max_downsample": 3}, {"seed": "x"}, {"seed": None}, {"merge_mlp": 1}]
+)
 def test_invalid_settings_leave_the_model_unchanged(unet, invalid):
     unet.apply_tome(ratio=0.25)
     expected, before = run(unet), traces(unet)
@@ -300,7 +306,7 @@ def test_layers_called_directly_do_not_merge(unet):
 
 def test_layer_that_gets_more_tokens_than_its_block_is_rejected(unet):
     """Only where text and image are one sequence is the rest text, which does not merge."""
-    unet.apply_tome(merge_mlp=True)
+    unet.apply_tome(**DEFAULT, merge_mlp=True)
     feed_forward = find_blocks(unet)[0].block.ff
     below = feed_forward.forward
     feed_forward.forward = lambda tokens, **named: below(paddle.concat([tokens, tokens[:, :7]], axis=1), **named)
@@ -386,16 +392,19 @@ def test_an_idle_wrap_does_not_hide_the_config(unet):
 
 def test_a_method_below_gets_what_merging_adds(unet):
     """Merged keys and their sizes pass through a wrap that is a method of the layer, and not through a function."""
-    attention, expected = find_blocks(unet)[0].block.attn1, run(unet.apply_tome())
+    attention = find_blocks(unet)[0].block.attn1
+    by_default, expected = run(unet.apply_tome()), run(unet.apply_tome(**DEFAULT))
     unet.remove_tome()
     attention.forward = types.MethodType(
         lambda self, *args, **kwargs: type(attention).forward(self, *args, **kwargs), attention
     )
-    np.testing.assert_allclose(run(unet.apply_tome()), expected, atol=1e-5)  # sizes are in a mask there
+    np.testing.assert_allclose(run(unet.apply_tome()), by_default, atol=1e-5)
+    np.testing.assert_allclose(run(unet.apply_tome(**DEFAULT)), expected, atol=1e-5)  # sizes are in a mask there
     unet.remove_tome()
     wrap_forward(attention, 1.0)
-    with pytest.raises(ToMePassError, match="method='default': AttnProcessor has not called to_k and to_v"):
-        run(unet.apply_tome())
+    for method in ("interlace", "default"):
+        with pytest.raises(ToMePassError, match=f"method='{method}': AttnProcessor has not called to_k and to_v"):
+            run(unet.apply_tome(method=method))
     with pytest.raises(ToMePassError, match="proportional=True: AttnProcessor has not called prepare_attention_mask"):
         run(unet.apply_tome(method="symmetric"))
     assert np.isfinite(run(unet.apply_tome(method="symmetric", proportional=False))).all()
@@ -418,7 +427,7 @@ def test_a_cache_in_place_of_the_forward_of_a_transformer(unet):
     check_with_caches(video, [*transformers.values()], [lambda: draw_video(video)])
 
 
-@pytest.mark.parametrize("settings", [{}, {"merge_attn": False, "merge_mlp": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {**DEFAULT, "merge_attn": False, "merge_mlp": True}], ids=str)
 def test_a_block_whose_wrap_is_left_out_is_an_error(unet, settings):
     """Another library replaces its `forward` after apply_tome(), or puts back what it has replaced before."""
     block, plain = find_blocks(unet)[0].block, run(unet)
@@ -473,7 +482,8 @@ of_paddle_3 = pytest.mark.skipif(paddle.__version__.startswith("2."), reason="Pa
 
 @of_paddle_3
 @pytest.mark.parametrize(
-    "settings", [{"max_downsample": 2, "merge_mlp": True}, {"ratio": 0}, {"method": "kv", "seed": None}]
+    "settings",
+    [{}, {**DEFAULT, "max_downsample": 2, "merge_mlp": True}, {"ratio": 0}, {"method": "kv"}, {"method": "tomesd"}],
 )
 def test_pickle_merges_as_before(settings):
     unet = make_unet()
@@ -481,8 +491,7 @@ def test_pickle_merges_as_before(settings):
     merged = run(unet.apply_tome(**settings))
     twin = pickle.loads(pickle.dumps(unet))
     assert str(twin.tome_summary(16, 16)) == str(unet.tome_summary(16, 16))
-    if "seed" not in settings:
-        np.testing.assert_array_equal(run(twin), merged)
+    np.testing.assert_array_equal(run(twin), merged)
     np.testing.assert_array_equal(run(twin.remove_tome()), plain)
     left = traces(twin)
     assert {path: kinds[:2] for path, kinds in left[0].items()} == {
@@ -549,9 +558,10 @@ def test_gradients_flow_to_every_parameter(unet):
     assert np.abs(merged[key]).max() > 0 and np.abs(merged[key] - plain[key]).max() > 0
 
 
-def test_gradient_equals_central_differences(unet):
+@pytest.mark.parametrize("method", ["interlace", "default"])
+def test_gradient_equals_central_differences(unet, method):
     """Along a random direction, with a fixed choice of tokens."""
-    unet.apply_tome(max_downsample=2)
+    unet.apply_tome(method=method, max_downsample=2)
     # after the last plan, so that no choice of tokens depends on it
     name = "up_blocks.1.attentions.1.transformer_blocks.0.attn1.to_v.weight"
     parameter = dict(unet.named_parameters())[name]
@@ -564,7 +574,7 @@ def test_gradient_equals_central_differences(unet):
     assert (losses[0] - losses[1]) / 2e-2 == pytest.approx(float((slope * direction).sum()), rel=1e-2)
 
 
-@pytest.mark.parametrize("settings", [{}, {"seed": None}, {"method": "kv"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, DEFAULT, {"method": "tomesd"}, {"method": "kv"}], ids=str)
 def test_gradient_checkpointing_runs_the_blocks_again_by_the_same_plan(unet, settings, plans, monkeypatch):
     without_random_state(monkeypatch)
     unet.train()
@@ -575,36 +585,26 @@ def test_gradient_checkpointing_runs_the_blocks_again_by_the_same_plan(unet, set
     rows = [plan.source_rows.numpy().tobytes() for plan in plans]
     # three blocks in the forward pass, three in the backward pass
     assert len(rows) == 6 and sorted(rows[:3]) == sorted(rows[3:])
-    if "seed" not in settings:
-        assert all(np.allclose(actual[name], expected[name], atol=1e-6) for name in expected)
+    assert all(np.allclose(actual[name], expected[name], atol=1e-6) for name in expected)
 
 
 @pytest.mark.parametrize("flag", ["FLAG_RECOMPUTE_USE_REENTRANT", "FLAG_USE_OLD_RECOMPUTE", None])
-@pytest.mark.parametrize(
-    "settings", [{"window": 4}, {"window": 4, "seed": None}, {"seed": None, "method": "todo", "use_rand": True}]
-)
+@pytest.mark.parametrize("settings", [{}, {**DEFAULT, "window": 4}, {"method": "tomesd"}, {"method": "todo"}], ids=str)
 @pytest.mark.parametrize("sizes", [[(16, 24), (24, 16)], [(16, 16), (16, 16)]])
 def test_gradient_checkpointing_with_passes_in_between(unet, flag, settings, sizes, monkeypatch):
-    """Two passes, of other grids or seeds, before one backward pass: each block runs again as in its own pass."""
+    """Two passes, of other grids or timesteps, before one backward pass: each block runs again as in its own pass."""
     without_random_state(monkeypatch)
-    changes = [{"h": h, "w": w, "seed": number} for number, (h, w) in enumerate(sizes)]
-
-    def gradients_with_same_seeds():
-        numbers = count()
-        monkeypatch.setattr(passes.secrets, "randbits", lambda bits: next(numbers))
-        return gradients(unet, *changes)
-
+    changes = [
+        {"h": h, "w": w, "seed": number, "timestep": timestep}
+        for number, ((h, w), timestep) in enumerate(zip(sizes, (999, 10), strict=True))
+    ]
     unet.train()
     unet.apply_tome(**settings)
-    expected = gradients_with_same_seeds()
+    expected = gradients(unet, *changes)
     unet.enable_gradient_checkpointing()
     if flag:
         monkeypatch.setenv(flag, "True")
-    if flag == "FLAG_USE_OLD_RECOMPUTE" and "seed" in settings:
-        with pytest.raises(ToMePassError, match="seed=None cannot be combined with FLAG_USE_OLD_RECOMPUTE"):
-            gradients_with_same_seeds()
-        return
-    actual = gradients_with_same_seeds()
+    actual = gradients(unet, *changes)
     for name, gradient in expected.items():
         np.testing.assert_allclose(actual[name], gradient, atol=1e-6, err_msg=name)
 

@@ -17,6 +17,7 @@ from ppdiffusers_tome.attach.forward import wrap_of
 from ppdiffusers_tome.attach.passes import MAX_CACHED, BlockWrap
 from ppdiffusers_tome.families.models import find_blocks
 from ppdiffusers_tome.methods import cells, pairs
+from ppdiffusers_tome.methods.turns import turn_table
 
 
 @pytest.mark.parametrize(
@@ -71,14 +72,14 @@ CALLS = {
 @pytest.mark.parametrize(
     "settings",
     [
+        {"method": "interlace"},
         {"method": "tomesd"},
-        {"window": 8},
-        {"window": 4, "proportional": True},
+        {"method": "default", "window": 8},
         {"method": "kv", "proportional": True},
         {"method": "default", "window": 4, "proportional": True},
         {"method": "todo", "use_rand": True},
         {"method": "todo", "ratio": 0.5},
-        {"use_rand": False},
+        {"method": "default", "use_rand": False},
     ],
     ids=str,
 )
@@ -113,7 +114,8 @@ def test_a_steady_pass_does_no_host_work_and_copies_nothing_to_the_device(settin
     plain = counted()
     unet.apply_tome(**settings)
     first, second = counted(), counted()
-    assert first["choose_dst"] > 0 and first["to_tensor"] > plain.get("to_tensor", 0)
+    assert first["to_tensor"] > plain.get("to_tensor", 0)
+    assert ("choose_dst" in first) == (settings["method"] != "interlace")
     assert second == plain  # what ppdiffusers itself does
 
 
@@ -121,8 +123,8 @@ def block_wraps(unet):
     return [wrap_of(block.block) for block in find_blocks(unet) if isinstance(wrap_of(block.block), BlockWrap)]
 
 
-@pytest.mark.parametrize("settings", [{}, {"method": "todo", "use_rand": True}], ids=str)
-def test_constants_leave_with_the_wraps_of_their_model(settings, monkeypatch):
+@pytest.mark.parametrize("method", ["interlace", "default", "tomesd", "todo"])
+def test_constants_leave_with_the_wraps_of_their_model(method, monkeypatch):
     """The constants of the model without merging leave; those of another model stay."""
     constants = {"one": [], "other": []}
 
@@ -134,7 +136,7 @@ def test_constants_leave_with_the_wraps_of_their_model(settings, monkeypatch):
             constants[name].append(weakref.ref(tensor))
             return tensor
 
-        unet.apply_tome(**settings)
+        unet.apply_tome(method=method)
         arguments = inputs()
         with monkeypatch.context() as patched, paddle.no_grad():
             patched.setattr(paddle, "to_tensor", recording)
@@ -165,7 +167,7 @@ def test_constants_of_a_block_are_bounded_and_those_used_last_stay():
 
 def test_each_grid_has_its_own_constants(plans):
     """Also grids of as many tokens; and a copy of a model starts without any."""
-    unet = make_unet().apply_tome(0.5)
+    unet = make_unet().apply_tome(method="default")
     for _ in range(2):
         for h, w in ((16, 12), (12, 16)):
             plans.clear()
@@ -177,13 +179,15 @@ def test_each_grid_has_its_own_constants(plans):
     assert {len(wrap._constants) for wrap in block_wraps(copy.deepcopy(unet))} == {0}
 
 
-def test_without_a_seed_nothing_is_kept(plans):
-    """Each pass has its own random dst, which no other pass uses."""
-    unet = make_unet().apply_tome(seed=None)
-    run(unet), run(unet)
-    half = len(plans) // 2
-    assert not np.array_equal(plans[0].dst_rows.numpy(), plans[half].dst_rows.numpy())
-    assert {len(wrap._constants) for wrap in block_wraps(unet)} == {0}
-    unet.apply_tome(seed=None, use_rand=False)
-    run(unet)
+def test_random_dst_of_tomesd_are_those_of_the_timestep_whatever_ran_before(plans):
+    """A block keeps those of all turns of a grid."""
+    unet, table = make_unet().apply_tome(method="tomesd", seed=3), turn_table()
+    assert len({int(table[timestep]) for timestep in (999, 501, 10)}) == 3
+    for model in (unet, copy.deepcopy(unet)):
+        for timestep in (999, 501, 999, 10):
+            plans.clear()
+            run(model, timestep=timestep)
+            for plan, wrap in zip(plans, block_wraps(model), strict=True):
+                dst = choose_dst(Grid(16, 16), random_key=(3, wrap.placement.index, int(table[timestep])))
+                assert plan.dst_rows.numpy().reshape(2, -1).tolist() == [dst.tolist(), (dst + 256).tolist()]
     assert {len(wrap._constants) for wrap in block_wraps(unet)} == {1}

@@ -35,17 +35,19 @@ from ppdiffusers_tome.families.table import FAMILIES as TABLE
 from ppdiffusers_tome.methods.plan import join_frames
 
 H, W = 6, 8
+DEFAULT = {"method": "default"}
 SETTINGS = [
     {},
+    DEFAULT,
     {"method": "kv"},
     {"method": "symmetric"},
-    {"proportional": False},
-    {"merge_mlp": True, "merge_crossattn": True},
+    {**DEFAULT, "proportional": False},
+    {**DEFAULT, "merge_mlp": True, "merge_crossattn": True},
     {"method": "todo", "use_rand": True},
     {"method": "todo", "ratio": 0.5},
-    {"merge_attn": False, "merge_mlp": True, "window": 4},
-    {"ratio": 0.05},  # a few keys merge, and no query
-    {"ratio": 0.05, "merge_mlp": True, "merge_crossattn": True, "proportional": False},
+    {**DEFAULT, "merge_attn": False, "merge_mlp": True, "window": 4},
+    {**DEFAULT, "ratio": 0.05},  # a few keys merge, and no query
+    {**DEFAULT, "ratio": 0.05, "merge_mlp": True, "merge_crossattn": True, "proportional": False},
 ]
 
 
@@ -242,6 +244,9 @@ def test_controlnets_of_a_pipeline_have_their_own_setting():
     nets = paddle.nn.Layer()
     nets.nets = paddle.nn.LayerList([CONTROLNETS[1].double() for _ in range(2)])
     pipe = Several(OF_FLUX.double(), nets).apply_tome(0.5, controlnet=0.25)
+    kept = {block.denoiser: block.kept_keys for block in pipe.tome_summary(16 * H, 16 * W).blocks}
+    assert kept == {"transformer": 32, "controlnet.nets.0": 40, "controlnet.nets.1": 40}
+    pipe.apply_tome(0.5, method="symmetric", controlnet=0.25)
     kept = {block.denoiser: block.kept for block in pipe.tome_summary(16 * H, 16 * W).blocks}
     assert kept == {"transformer": 24, "controlnet.nets.0": 36, "controlnet.nets.1": 36}
     blocks = pipe.apply_tome(0.5, controlnet=False).tome_summary(96, 128).blocks
@@ -288,13 +293,13 @@ def even_positions(model, inputs, first):
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        {**DEFAULT, "ratio": 0.75},
         {"method": "kv"},
         {"method": "symmetric"},
-        {"merge_mlp": True},
+        {**DEFAULT, "ratio": 0.75, "merge_mlp": True},
         {"method": "todo"},
         {"method": "todo", "ratio": 0.5},
-        {"ratio": 0.05},  # a few keys merge, and no query
+        {**DEFAULT, "ratio": 0.05},  # a few keys merge, and no query
     ],
     ids=str,
 )
@@ -311,7 +316,6 @@ def test_equal_tokens_at_equal_positions_merge_without_a_difference(family, mode
             latents = latents.index_select(paddle.to_tensor(pixels // 4 * 4 + pixels % 2), axis=axis)
     inputs["hidden_states"] = latents
     plain = run(model, inputs)
-    settings = settings if settings.keys() & {"method", "ratio"} else {"ratio": 0.75, **settings}
     merged = run(apply_tome(model, **settings), inputs)
     np.testing.assert_allclose(merged, plain, atol=2e-5 * np.abs(plain).max())
     without = run(apply_tome(model, proportional=False, **settings), inputs)
@@ -319,7 +323,7 @@ def test_equal_tokens_at_equal_positions_merge_without_a_difference(family, mode
     assert (np.abs(without - plain).max() > 2e-4 * np.abs(plain).max()) != all_count_alike
 
 
-@pytest.mark.parametrize("method", ["default", "symmetric", "kv"])
+@pytest.mark.parametrize("method", ["interlace", "default", "symmetric", "kv"])
 def test_each_sample_of_a_batch_is_what_it_is_alone(family, model, method):
     """The batch of guidance: the same latents with two texts."""
     apply_tome(model, method=method)
@@ -335,7 +339,7 @@ def test_each_sample_of_a_batch_is_what_it_is_alone(family, model, method):
 @pytest.mark.parametrize("family", VIDEOS, ids=named)
 def test_tokens_merge_in_each_frame_with_the_same_dst(family, model, plans):
     inputs = family.inputs()
-    run(apply_tome(model, ratio=0.4, window=4), inputs)
+    run(apply_tome(model, ratio=0.4, **DEFAULT, window=4), inputs)
     assert len(plans) == 2
     of_blocks = [(7, 27), (19, 19) if family.is_hunyuan else (7, 27)]  # HunyuanVideo's second block merges as a whole
     parts = [part for plan in plans for part in (plan, plan.keys)]
@@ -353,7 +357,7 @@ def test_tokens_merge_in_each_frame_with_the_same_dst(family, model, plans):
 
 @pytest.mark.parametrize("family", VIDEOS, ids=named)
 def test_which_layers_get_merged_tokens(family, model):
-    seen = widths(apply_tome(model, merge_mlp=True, merge_crossattn=True))
+    seen = widths(apply_tome(model, **DEFAULT, merge_mlp=True, merge_crossattn=True))
     run(model, family.inputs())
     tokens, keys, text = FRAMES * 39, FRAMES * 16, TEXT
 
@@ -378,7 +382,8 @@ def test_which_layers_get_merged_tokens(family, model):
 @pytest.mark.parametrize(
     ("settings", "queries", "mlp"),
     [
-        ({}, 24, 24),
+        ({"method": "interlace"}, 48, 48),
+        (DEFAULT, 24, 24),
         ({"method": "symmetric"}, 24, 24),
         ({"method": "kv"}, 48, 48),
     ],
@@ -390,8 +395,9 @@ def test_a_single_stream_block_merges_as_a_whole_unless_keys_alone_merge(family,
     of_single = [seen[f"single_transformer_blocks.0.{name}"] for name in ("attn.to_q", "attn.to_k", "proj_mlp")]
     assert of_single == [TEXT + queries, TEXT + 24, TEXT + mlp]
     blocks = tome_summary(model, H, W).blocks
-    joint = (24, 24) if "method" in settings else (39, 16)
-    assert [(block.kept, block.kept_keys) for block in blocks] == [joint] * 2 + [(24, 24)] * 2
+    joint = {"default": (39, 16), "interlace": (48, 24)}.get(settings["method"], (24, 24))
+    single = (48, 24) if settings["method"] == "interlace" else (24, 24)
+    assert [(block.kept, block.kept_keys) for block in blocks] == [joint] * 2 + [single] * 2
     assert {block.grid for block in blocks} == {(H, W)}
 
 
@@ -408,15 +414,15 @@ def test_positions_of_any_type(family, model, dtype):
 def test_masked_text_is_left_out():
     """HunyuanVideo's mask, over merged tokens: a padded text gives what the shorter one gives."""
     model = OF_HUNYUAN.double()
-    for method in ("default", "symmetric", "kv"):
-        for proportional in (True, False):
-            apply_tome(model, method=method, proportional=proportional)
-            inputs = OF_HUNYUAN.inputs()
-            second = {name: x[1:] for name, x in inputs.items()}
-            short = {name: x[:, : TEXT - 2] if name.startswith("encoder") else x for name, x in second.items()}
-            expected = run(model, short)
-            np.testing.assert_allclose(run(model, second), expected, atol=1e-5)
-            np.testing.assert_allclose(run(model, inputs)[1:], expected, atol=1e-5)
+    pairs = [{"method": method, "proportional": p} for method in ("default", "symmetric", "kv") for p in (True, False)]
+    for settings in ({}, *pairs):
+        apply_tome(model, **settings)
+        inputs = OF_HUNYUAN.inputs()
+        second = {name: x[1:] for name, x in inputs.items()}
+        short = {name: x[:, : TEXT - 2] if name.startswith("encoder") else x for name, x in second.items()}
+        expected = run(model, short)
+        np.testing.assert_allclose(run(model, second), expected, atol=1e-5)
+        np.testing.assert_allclose(run(model, inputs)[1:], expected, atol=1e-5)
 
 
 def linear(layer, x):
@@ -536,9 +542,10 @@ def test_merged_attention_is_that_of_float64(family, model, method, removed, rem
                 np.testing.assert_allclose(actual_text[i].numpy(), expected_text, atol=5e-6)
 
 
-def test_gradients_of_checkpointing_are_those_without():
+@pytest.mark.parametrize("settings", [{}, {**DEFAULT, "merge_mlp": True}], ids=str)
+def test_gradients_of_checkpointing_are_those_without(settings):
     """VCtrl is the only model of ppdiffusers whose checkpointing by `recompute` works without merging."""
-    model = apply_tome(VCTRL.real(), merge_mlp=True)
+    model = apply_tome(VCTRL.real(), **settings)
     model.train()
 
     def gradients(is_checkpointing):
@@ -569,12 +576,14 @@ class SampleOfVideo(paddle.nn.Layer):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of Paddle, which traces
 @pytest.mark.parametrize("kind", ["double", "real"])
-@pytest.mark.parametrize("ratio", [0.5, 0.05])  # at 0.05 a few keys merge, and no query
+@pytest.mark.parametrize(  # at 0.05 a few keys merge, and no query
+    "settings", [{}, DEFAULT, {**DEFAULT, "ratio": 0.05}], ids=str
+)
 @pytest.mark.parametrize("family", [COG_2B, COG_5B], ids=named)
-def test_program_of_cogvideox_equals_eager(family, ratio, kind):
+def test_program_of_cogvideox_equals_eager(family, settings, kind):
     """ppdiffusers' own classes of Wan and HunyuanVideo cannot be traced, plain or merged."""
     model, inputs = getattr(family, kind)(), family.inputs()
-    eager = run(apply_tome(model, ratio), inputs)
+    eager = run(apply_tome(model, **settings), inputs)
     first = [inputs[name] for name in ("hidden_states", "timestep", "encoder_hidden_states")]
     arguments = [*first, *inputs.get("image_rotary_emb", ())]
     program = program_of(SampleOfVideo(model), arguments)
@@ -594,7 +603,7 @@ class SampleOfFlux(paddle.nn.Layer):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of Paddle, which traces
-@pytest.mark.parametrize("settings", [{}, {"ratio": 0.05}, {"method": "kv"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, DEFAULT, {**DEFAULT, "ratio": 0.05}, {"method": "kv"}], ids=str)
 @pytest.mark.parametrize("family", [OF_FLUX], ids=named)
 def test_program_of_flux_equals_eager_and_fails_on_another_grid(family, model, settings):
     apply_tome(model, **settings)
@@ -612,7 +621,7 @@ def test_program_of_flux_equals_eager_and_fails_on_another_grid(family, model, s
             program(*{**inputs, "img_ids": family.inputs(W, H)["img_ids"]}.values())
 
 
-@pytest.mark.parametrize("method", ["symmetric", "kv"])
+@pytest.mark.parametrize("method", ["interlace", "symmetric", "kv"])
 @pytest.mark.parametrize("family", [COG_5B, OF_HUNYUAN], ids=named)
 def test_attention_that_is_cached(family, method):
     """Pyramid Attention Broadcast, of ppdiffusers itself: after merging is applied, and not of merged tokens."""

@@ -76,21 +76,23 @@ def counts(seen, *endings):
     return {tokens for path, tokens in seen.items() if path.endswith(endings)}
 
 
-def test_self_attention_gets_merged_tokens(make):
-    """51 of 64 image tokens and all of the text."""
-    model = make().apply_tome(ratio=0.5)
+@pytest.mark.parametrize(("method", "queries", "keys"), [("default", 51, 21), ("interlace", 64, 16)])
+def test_self_attention_gets_merged_tokens(make, method, queries, keys):
+    """Of 64 image tokens, and all of the text."""
+    model = make().apply_tome(method=method)
     seen = widths(model)
     draw(make, model)
-    assert counts(seen, "attn.to_q", "attn1.to_q") == {51}
-    assert counts(seen, "attn.to_k", "attn1.to_k", "attn.to_v", "attn1.to_v") == {21}
+    assert counts(seen, "attn.to_q", "attn1.to_q") == {queries}
+    assert counts(seen, "attn.to_k", "attn1.to_k", "attn.to_v", "attn1.to_v") == {keys}
     assert counts(seen, "attn2.to_q") <= {64} and counts(seen, "attn2.to_k", "attn.add_q_proj") <= {TEXT}
     assert len([path for path in seen if path.endswith(("attn.to_q", "attn1.to_q"))]) == len(model.transformer_blocks)
 
 
 @pytest.mark.parametrize("make", [dit, pixart], ids=lambda make: make.__name__)
-def test_xformers_before_and_after(make):
+@pytest.mark.parametrize("method", ["interlace", "default"])
+def test_xformers_before_and_after(make, method):
     """PixArt's text mask reaches the attention. SD3 is left out because it always uses the function below xformers."""
-    settings = {"ratio": 0.5, "merge_crossattn": make is pixart}
+    settings = {"method": method, "merge_crossattn": make is pixart and method == "default"}
     model = make().apply_tome(**settings)
     expected = draw(make, model)
     with cuda_attention.available():
@@ -181,18 +183,20 @@ def sd35(request):
     return request.param()
 
 
-@pytest.mark.parametrize(("method", "queries", "keys"), [("default", 51, 21), ("symmetric", 32, 32), ("kv", 64, 32)])
+@pytest.mark.parametrize(
+    ("method", "queries", "keys"), [("interlace", 64, 16), ("default", 51, 21), ("symmetric", 32, 32), ("kv", 64, 32)]
+)
 def test_second_attention_merges_by_the_plan_of_its_block(sd35, method, queries, keys):
     sd35.apply_tome(method=method)
     seen = widths(sd35)
     draw(sd3, sd35)
     for name in ("attn", "attn2"):
         assert counts(seen, f"{name}.to_q") == {queries} and counts(seen, f"{name}.to_k") == {keys}
-    assert sd35.tome_summary(16, 16).blocks[0].merges == ("kv" if method == "kv" else "attn",)
+    assert sd35.tome_summary(16, 16).blocks[0].merges == ("kv" if queries == 64 else "attn",)
 
 
 @paddle.no_grad()
-@pytest.mark.parametrize("method", ["default", "symmetric", "kv"])
+@pytest.mark.parametrize("method", ["interlace", "default", "symmetric", "kv"])
 def test_each_half_of_a_batch_is_what_it_is_alone(sd35, method):
     """The batch of guidance: the same latents with two texts."""
     sd35.apply_tome(method=method)
@@ -215,7 +219,7 @@ def test_sizes_are_added_after_the_norm_of_a_head(sd35, name, removed_keys, monk
     text = {"encoder_hidden_states": noise(2, TEXT, HIDDEN, seed=2)} if name == "attn" else {}
     plan = match_tokens(image, Grid(4, 6), removed=12, removed_keys=removed_keys)
     monkeypatch.setattr(passes._current, "plan", plan)
-    install(attention, AttentionWrap(placements(sd35, ToMeConfig())[0][1], is_self=True))
+    install(attention, AttentionWrap(placements(sd35, ToMeConfig(method="default"))[0][1], is_self=True))
     merged = attention(hidden_states=image, **text)
     remove(attention)
     sizes = sizes_of(plan.keys)
@@ -245,12 +249,12 @@ def draw_control(model, h=16, w=16):
         return np.stack([x.numpy() for x in model(noise(BATCH, 4, h, w), **arguments).controlnet_block_samples])
 
 
-@pytest.mark.parametrize(("h", "w", "kept"), [(16, 16, 51), (12, 20, 48)])
+@pytest.mark.parametrize(("h", "w", "kept"), [(16, 16, 16), (12, 20, 36)])  # of 64 and 60, of which 32 are in cells
 def test_controlnet_of_sd3(h, w, kept):
     controlnet = sd3_controlnet()
     plain = draw_control(controlnet, h, w)
     controlnet.apply_tome()
-    assert [block.kept for block in controlnet.tome_summary(h, w).blocks] == [kept] * 2
+    assert [block.kept_keys for block in controlnet.tome_summary(h, w).blocks] == [kept] * 2
     assert not np.allclose(draw_control(controlnet, h, w), plain, atol=1e-3)
     with pytest.raises(NoMergeableLayerError, match="it only has ControlNets"):
         controlnet.apply_tome(controlnet=False)
@@ -268,7 +272,7 @@ def test_latents_by_keyword(make):
 
 
 def test_merge_mlp_only_merges_image_tokens(make):
-    model = make().apply_tome(ratio=0.5, merge_mlp=True)
+    model = make().apply_tome(method="default", merge_mlp=True)
     seen = widths(model)
     draw(make, model)
     assert counts(seen, ".ff.net.0") == {51}
@@ -276,7 +280,7 @@ def test_merge_mlp_only_merges_image_tokens(make):
 
 
 def test_merge_mlp_without_merge_attn_leaves_attention_plain(make):
-    model = make().apply_tome(ratio=0.5, merge_attn=False, merge_mlp=True)
+    model = make().apply_tome(method="default", merge_attn=False, merge_mlp=True)
     seen = widths(model)
     draw(make, model)
     assert counts(seen, "attn.to_q", "attn1.to_q", "attn.to_k", "attn1.to_k") == {64}
@@ -284,7 +288,7 @@ def test_merge_mlp_without_merge_attn_leaves_attention_plain(make):
 
 
 def test_cross_attention_merges_under_a_text_mask():
-    model = pixart().apply_tome(ratio=0.5, merge_crossattn=True)
+    model = pixart().apply_tome(method="default", merge_crossattn=True)
     seen = widths(model)
     draw(pixart, model)
     assert counts(seen, "attn2.to_q") == {51} and counts(seen, "attn2.to_k") == {TEXT}
@@ -296,7 +300,7 @@ def test_latents_that_are_not_square(make, h, w, kept, kept_keys):
     """5×7 patches have 6 complete cells; of the 35 tokens, 7.2 queries and 23.98 keys, rounded down, merge away."""
     model = make()
     plain = draw(make, model, h=h, w=w)
-    model.apply_tome(ratio=0.5)
+    model.apply_tome(method="default")
     seen = widths(model)
     assert draw(make, model, h=h, w=w).shape == plain.shape
     assert counts(seen, "attn.to_q", "attn1.to_q") == {kept}

@@ -74,7 +74,9 @@ def self_attention(over_pixels):
     return {path: shape for path, shape in over_pixels.items() if path.endswith("attn1")}
 
 
-@pytest.mark.parametrize(("settings", "queries", "keys"), [({}, 51, 21), ({"method": "symmetric"}, 32, 32)], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "queries", "keys"), [({"method": "default"}, 51, 21), ({"method": "symmetric"}, 32, 32)], ids=str
+)
 def test_pixels_merge_in_each_frame_and_frames_do_not_merge(model, settings, queries, keys):
     plain_frames, plain_pixels = record(model)
     model.apply_tome(ratio=0.5, **settings)
@@ -91,7 +93,7 @@ def test_pixels_merge_in_each_frame_and_frames_do_not_merge(model, settings, que
 
 
 def test_frames_share_dst_positions_but_not_pairs(model, plans):
-    draw(model.apply_tome(ratio=0.5))
+    draw(model.apply_tome(method="default"))
     assert plans
     for plan in (plan for of_block in plans for plan in (of_block, of_block.keys)):
         dst, merged = (rows.numpy().reshape(VIDEOS * FRAMES, -1) for rows in (plan.dst_rows, plan.merged_rows))
