@@ -54,7 +54,6 @@ from paddle.utils import flatten, pack_sequence_as
 from PIL import Image
 from point_labels import label_points
 from ppdiffusers import DPMSolverMultistepScheduler, StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
-from ppdiffusers.models.attention_processor import Attention
 
 from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.attach.attach import attach
@@ -91,25 +90,17 @@ def group_of(arm: Arm) -> str:
     """What an arm is, in comparison with plain."""
     if arm.other_seed:
         return CALIBRATION
-    is_alternative = arm.steps or arm.dpm_solver or arm.every > 1 or arm.gate
+    is_alternative = arm.steps or arm.every > 1
     return (BOTH if is_alternative else OURS) if arm.config else ALTERNATIVE
-
-
-def reused(arm: Arm) -> str:
-    """A name for the outputs that are reused between full steps; empty if every step computes everything."""
-    return "deep" if arm.every > 1 else "cross-attention without guidance" if arm.gate else ""
 
 
 def is_full(arm: Arm, number: int) -> bool:
     """Whether the step of this number computes everything."""
-    return number % arm.every == 0 and (arm.gate is None or number < arm.gate)
+    return number % arm.every == 0
 
 
 def reused_layers(arm: Arm, unet: nn.Layer) -> list[nn.Layer]:
-    """The layers whose outputs are reused."""
-    if arm.gate:
-        layers = unet.named_sublayers()
-        return [layer for path, layer in layers if path.endswith("attn2") and isinstance(layer, Attention)]
+    """The layers whose outputs are reused between full steps."""
     if arm.every == 1:
         return []
     first = unet.down_blocks[0]
@@ -204,11 +195,7 @@ class Pass(nn.Layer):
 
 
 class Passes:
-    """Replaces a pipeline's UNet: runs an arm's programs, step by step.
-
-    After a gate, steps compute the conditional half of the batch alone, with the mean of both
-    halves' features.
-    """
+    """Replaces a pipeline's UNet: runs an arm's programs, step by step."""
 
     dtype = paddle.float32
 
@@ -230,27 +217,22 @@ class Passes:
         self.number += 1
         if was_full:
             prediction, *features = self._full(**inputs)
-            mean = [sum(feature.chunk(2)) / 2 if self._arm.gate else feature for feature in features]
-            self._features = {f"feature_{number}": feature for number, feature in enumerate(mean)}
+            self._features = {f"feature_{number}": feature for number, feature in enumerate(features)}
             return (prediction,)
         assert self._reusing is not None
-        if not self._arm.gate:
-            return (self._reusing(**inputs, **self._features)[0],)
-        for name in ("sample", "encoder_hidden_states"):
-            inputs[name] = inputs[name].chunk(2)[1]
-        (prediction,) = self._reusing(**inputs, **self._features)
-        return (paddle.concat([prediction, prediction]),)
+        return (self._reusing(**inputs, **self._features)[0],)
 
 
 def programs_of(arm: Arm) -> list[tuple[Arm, bool]]:
     """The program of an arm's full steps, and that of those that reuse features: as equal programs of arms have it."""
-    key = Arm(arm.config, every=2 if arm.every > 1 else 1, gate=1 if arm.gate else None)
-    return [(key, reuses) for reuses in ((False, True) if reused(arm) else (False,))]
+    key = Arm(arm.config, every=min(arm.every, 2))
+    return [(key, reuses) for reuses in ((False, True) if key.every > 1 else (False,))]
 
 
 def pass_name(key: Arm, reuses: bool) -> str:
     """The name of a pass."""
-    return f"{key.merging or PLAIN} {reused(key)}".strip() + (", reusing" if reuses else "")
+    deep = " deep" if key.every > 1 else ""
+    return f"{key.merging or PLAIN}{deep}{', reusing' if reuses else ''}"
 
 
 class Programs:
@@ -274,13 +256,11 @@ class Programs:
         with FileLock(f"{self._pipeline}.lock"):
             if not (self._pipeline / "tome.json").exists():
                 pipe, size = load_model(self._evaluation.model), Size(self._evaluation.size, self._evaluation.size)
-                export_pipeline(
-                    pipe, self._pipeline, (0,), [size], image_to_image=True, format="both", overwrite=True
-                )
+                export_pipeline(pipe, self._pipeline, (0,), [size], image_to_image=True, format="both", overwrite=True)
         pipe = load_pipeline(self._pipeline, runtime=runtime, threads=self._evaluation.threads)
         passes = Passes(pipe.unet.config, arm, *(unet or self.load_all(arm, runtime)))
         parts = {**pipe.components, "unet": passes}
-        if arm.dpm_solver or self._dpm_solver:
+        if self._dpm_solver:
             parts["scheduler"] = DPMSolverMultistepScheduler.from_config(pipe.scheduler.config)
         kinds = (StableDiffusionPipeline, StableDiffusionImg2ImgPipeline)
         return Engine(*(kind(**parts, requires_safety_checker=False) for kind in kinds)), passes
@@ -321,7 +301,7 @@ class Programs:
             layer = Pass(traceable.layer, reused_layers(key, unet), self.inputs())
             layer.eval()
             if reuses:  # a program has no inputs that it does not read
-                inputs = (*(inputs[:2] if key.gate else inputs), *layer.features)
+                inputs = (*inputs, *layer.features)
             planned = ProgramFile("unet", size=Size(side, side), ratio=key.ratio)
             traceable = programs.Traceable(layer, inputs)
             return tracing.save(traceable, planned, folder, "unet", self._dims(), self._evaluation.threads, converter)
@@ -532,7 +512,8 @@ def main() -> None:
     kind += "_dpm_solver" if options.dpm_solver else ""
     kind += "" if options.steps is None else f"_{options.steps}_steps"
     kind += "" if options.guidance_scale is None else f"_guidance_{options.guidance_scale:g}"
-    file, saved = options.output / f"alternatives_{Path(options.model).name}_{size}{kind}.json", Programs(evaluation, options.dpm_solver)
+    file = options.output / f"alternatives_{Path(options.model).name}_{size}{kind}.json"
+    saved = Programs(evaluation, options.dpm_solver)
     result = earlier_result(file, about, options.restart, options.time)
     content = {key: result.get(key, default) for key, default in {"timing": None, "arms": []}.items()}
     command, made = shlex.join(["python", "benchmarks/alternatives.py", *sys.argv[1:]]), {}

@@ -132,8 +132,8 @@ def arms(file: str) -> list[dict[str, Any]]:
 
 
 def arm(file: str, name: str, backend: str = EAGER, size: int | str = 128, batch: int | str = 2) -> dict[str, Any]:
-    """The plain arm ("plain"), or that of the default method at ratio 0.5 ("tome")."""
-    config = {"plain": None, "tome": ToMeConfig(use_rand=False)}[name]
+    """The plain arm ("plain"), or that of the method "default" at ratio 0.5 ("tome")."""
+    config = {"plain": None, "tome": ToMeConfig(0.5, "default", use_rand=False)}[name]
     place = (Arm(config, backend=backend), f"{size}", f"{batch}")
     return next(row for row in arms(file) if (row["arm"], f"{row['size']}", f"{row['batch']}") == place)
 
@@ -219,15 +219,9 @@ def noise() -> str:
 
 
 def nearer_than_tomesd(images: str) -> str:
-    """By how many dB the default is nearer to plain than tomesd's method, both at ratio 0.5."""
-    default, tomesd = (arm_of(images, f"{method} 0.5")["psnr"] for method in ("default", "tomesd"))
-    return f"{default - tomesd:.0f}"
-
-
-def seed_against_change(images: str) -> str:
-    """How many times as much another seed changes an image as the default at ratio 0.5, by ST-LPIPS."""
-    seed, default = (arm_of(images, name)["perceptual"] for name in ("another seed", "default 0.5"))
-    return f"{seed / default:.0f}"
+    """By how many dB interlace at 0.75 is nearer to plain than tomesd's method at 0.5."""
+    interlace, tomesd = (arm_of(images, name)["psnr"] for name in ("interlace 0.75", "tomesd 0.5"))
+    return f"{interlace - tomesd:.0f}"
 
 
 def separated_by_kid() -> str:
@@ -320,65 +314,9 @@ def arm_psnr(images: str, *name: str) -> str:
     return f"{arm_of(images, ' '.join(name))['psnr']:.1f}"
 
 
-def shifted_is_closer(images: str) -> str:
-    """In how many images `todo` at 0.75 is closer to plain with sx=4 than with 2×2 cells, by PSNR."""
-    shifted, cells = (arm_of(images, f"todo 0.75{cell}")["images"]["psnr"] for cell in (", sx=4", ""))
-    return f"{sum(a > b for a, b in zip(shifted, cells, strict=True))} of {len(cells)}"
-
-
-# The functions that a document may name.
-LOOKUPS: dict[str, Callable[..., Any]] = {
-    "memory": memory,
-    "on_gpu": on_gpu,
-    "predicted_on_gpu": predicted_on_gpu,
-    "on_cpu": on_cpu,
-    "gpu_row": gpu_row,
-    "loader_gain": loader_gain,
-    "gpu_gain": gpu_gain,
-    "cpu_gain": cpu_gain,
-    "sdxl_block": sdxl_block,
-    "choice": choice,
-    "by_runtime": by_runtime,
-    "block": block,
-    "image_speed_up": image_speed_up,
-    "arm_psnr": arm_psnr,
-    "shifted_is_closer": shifted_is_closer,
-}
-
-
-# results.md ----------------------------------------------------------------------------------------------------------
-
-SETS = {"scenes_sd_256": "scenes", "scenes_sd_256_photographs": "photographs", "emoji_sd_128": "simple images"}
-ARMS = (  # of alternatives_*.json on the page, where a result has them
-    "default 0.25",
-    "default 0.35",
-    "default 0.5",
-    "default 0.7",
-    "default 0.8, sx=4",
-    "symmetric 0.5",
-    "kv 0.5",
-    "kv 0.7",
-    "kv 0.75",
-    "todo 0.5",
-    "todo 0.75",
-    "todo 0.75, sx=4",
-    "todo 0.75, use_rand=True",
-    "tomesd 0.5",
-    "16 steps",
-    "14 steps",
-    "12 steps",
-    "10 steps",
-    "DPM-Solver++, 10 steps",
-    "DeepCache 2",
-    "DeepCache 2 + default 0.5",
-    "14 steps + default 0.5",
-    "another seed",
-)
-
-
 def write_results(output: Path) -> str:
     """Write results.md into a folder; returns its text."""
-    functions = (value, count, macs_saved, on_gpu, noise, nearer_than_tomesd, seed_against_change, separated_by_kid)
+    functions = (value, count, macs_saved, on_gpu, noise, nearer_than_tomesd, separated_by_kid)
     template = Path(__file__).with_name("templates") / "results.md"
     return write_page(
         template,
@@ -392,7 +330,7 @@ def write_results(output: Path) -> str:
 
 
 def table_of_passes() -> str:
-    """The default at ratio 0.5 on a CPU, in each speed result: each model, size, backend and number of threads."""
+    """The method "default" at 0.5 on a CPU, in each speed result: each model, size, backend and number of threads."""
     head = [
         "what runs",
         "px",
@@ -405,7 +343,7 @@ def table_of_passes() -> str:
         "plain, GB",
         "merged, GB",
     ]
-    rows, default = [], ToMeConfig(ratio=0.5, use_rand=False)
+    rows, default = [], ToMeConfig(0.5, "default", use_rand=False)
     for file in sorted(path.stem for path in RESULTS.glob("*.json") if read(path.stem)["kind"] == "speed"):
         for row in arms(file) if not file.endswith("_again") else []:
             backend = row["arm"].backend

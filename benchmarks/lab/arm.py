@@ -24,15 +24,12 @@ class Arm:
         attention: PLAIN, "slicing" or "xformers".
         backend: of a timed pass: EAGER, or one of `speed.cases.PROGRAMS`. A benchmark of images has one for all arms.
         steps: of an image; None: as many as the plain images.
-        dpm_solver: DPM-Solver++ (Lu et al. 2022, arXiv:2211.01095) replaces the model's scheduler.
         every: DeepCache (Ma et al. 2023, arXiv:2312.00858): the n-th steps compute everything, from the first on, and
             the others the first level.
-        gate: T-GATE (Zhang et al. 2024, arXiv:2404.02747): steps after which the outputs of cross-attention are reused
-            and guidance ends.
         other_seed: the noise is another one.
 
     Example:
-        >>> Arm(ToMeConfig(ratio=0.7, sx=4), steps=14).name
+        >>> Arm(ToMeConfig(0.7, "default", sx=4), steps=14).name
         '14 steps + default 0.7, sx=4'
     """
 
@@ -41,9 +38,7 @@ class Arm:
     attention: str = PLAIN
     backend: str = EAGER
     steps: int | None = None
-    dpm_solver: bool = False
     every: int = 1
-    gate: int | None = None
     other_seed: bool = False
 
     @property
@@ -75,11 +70,10 @@ class Arm:
 
     def _name(self, merging: str) -> str:
         steps = f"{self.steps} steps" if self.steps else ""
-        scheduler = ", ".join(filter(None, ["DPM-Solver++" if self.dpm_solver else "", steps]))
-        caches = [f"DeepCache {self.every}" if self.every > 1 else "", f"T-GATE {self.gate}" if self.gate else ""]
+        cache = f"DeepCache {self.every}" if self.every > 1 else ""
         attention = "" if self.attention == PLAIN else "memory-efficient"
         seed = ANOTHER_SEED if self.other_seed else ""
-        return " + ".join(filter(None, [scheduler, *caches, merging, attention, seed])) or PLAIN
+        return " + ".join(filter(None, [steps, cache, merging, attention, seed])) or PLAIN
 
     def to_json(self) -> dict[str, Any]:
         """The fields that differ from those of the plain arm; `config` with all settings of merging."""

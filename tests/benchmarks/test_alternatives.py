@@ -35,8 +35,8 @@ def keywords(seed):
 
 
 @paddle.no_grad()
-def by_hand(unet, layers, seed, half=False):
-    """The prediction for a seed when layers return what they return for seed 0, or the second half with the mean."""
+def by_hand(unet, layers, seed):
+    """The prediction for a seed when layers return what they return for seed 0."""
     outputs = {}
 
     def predict(given, hook):
@@ -46,11 +46,8 @@ def by_hand(unet, layers, seed, half=False):
             handle.remove()
         return prediction
 
-    predict(keywords(0), lambda layer, _, out: outputs.update({layer: sum(out.chunk(2)) / 2 if half else out}))
-    given = keywords(seed)
-    for name in ("sample", "encoder_hidden_states") if half else ():
-        given[name] = given[name][1:]
-    return predict(given, lambda layer, *_: outputs[layer])
+    predict(keywords(0), lambda layer, _, out: outputs.update({layer: out}))
+    return predict(keywords(seed), lambda layer, *_: outputs[layer])
 
 
 def plain(unet, count=3):
@@ -63,18 +60,6 @@ def test_a_step_of_deep_cache_computes_the_first_level_with_features_of_the_last
     expected[1] = by_hand(unet, [unet.up_blocks[0]], 1)
     assert len(unet.up_blocks) == 2
     np.testing.assert_array_equal(own, expected)
-
-
-def cross_attention(unet):
-    return [layer for path, layer in unet.named_sublayers() if path.endswith("attn2")]
-
-
-def test_t_gate_drops_guidance_and_keeps_the_mean_of_both_halves(unet):
-    own = steps(unet, Arm(gate=1))
-    np.testing.assert_array_equal(own[0], plain(unet, 1)[0])
-    for seed in (1, 2):
-        half = by_hand(unet, cross_attention(unet), seed, half=True)
-        np.testing.assert_allclose(own[seed], np.concatenate([half, half]), atol=1e-6)
 
 
 def test_frontier_leaves_out_what_is_slower_or_further():
@@ -101,7 +86,12 @@ def test_committed_results_have_these_arms_alone():
 
 
 def test_an_arm_that_is_no_faster_has_no_factor_and_no_place_on_the_frontier():
-    seconds = {"rest": [0.0, 0.0, 0.0], "plain": [1.0, 2.0, 1.0], "default 0.5": [0.5, 2.5, 1.0], "kv 0.75": [0.5] * 3}
+    seconds = {
+        "rest": [0.0, 0.0, 0.0],
+        "plain": [1.0, 2.0, 1.0],
+        "interlace 0.75": [0.5, 2.5, 1.0],
+        "kv 0.75": [0.5] * 3,
+    }
     entries = [{"name": arm.name, "group": "merging", "settings": arm.to_json(), "psnr": psnr, "perceptual": 0.1}
                for arm, psnr in ((Arm(ToMeConfig()), 50.0), (Arm(ToMeConfig(0.75, "kv")), 30.0))]  # fmt: skip
     timing = {"seconds": dict.fromkeys(alternatives.TIMED, seconds)}
@@ -113,8 +103,7 @@ def test_an_arm_that_is_no_faster_has_no_factor_and_no_place_on_the_frontier():
 def test_a_result_is_continued_timed_and_reported_and_one_of_other_images_is_refused_or_replaced(
     model, tmp_path, monkeypatch, capsys
 ):
-    arms = [Arm(ToMeConfig()), Arm(steps=1, dpm_solver=True), Arm(other_seed=True)]
-    arms += [Arm(gate=1)]
+    arms = [Arm(ToMeConfig()), Arm(steps=1), Arm(other_seed=True), Arm(every=2)]
     monkeypatch.setattr(alternatives, "list_arms", lambda: arms)
     monkeypatch.setattr(alternatives, "ROOT", tmp_path)
 
@@ -126,11 +115,13 @@ def test_a_result_is_continued_timed_and_reported_and_one_of_other_images_is_ref
         alternatives.main()
         return [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if ": " in line]
 
-    settings = ["--steps", "2", "--guidance-scale", "2"]
+    settings = ["--steps", "2", "--guidance-scale", "2", "--dpm-solver"]
     images = [*about("2", "results"), *settings]
-    assert call(*images, "--only", "DPM-Solver++, 1 steps")[-1] == "DPM-Solver++, 1 steps"
-    assert call(*images)[-3:] == ["default 0.5", "another seed", "T-GATE 1"]
+    assert call(*images, "--only", "1 steps")[-1] == "1 steps"
+    assert call(*images)[-3:] == ["interlace 0.75", "another seed", "DeepCache 2"]
     (file,) = (tmp_path / "results").glob("*.json")
+    assert file.stem.endswith("_32_dpm_solver_2_steps_guidance_2")
+    assert read_json(file)["scheduler"] == "DPMSolverMultistepScheduler"
     generated = {path: path.stat().st_mtime_ns for path in tmp_path.glob("build/alternatives_*/*/images/*/*.png")}
     assert len(generated) == 10
     drawn = read_json(file)
@@ -138,12 +129,12 @@ def test_a_result_is_continued_timed_and_reported_and_one_of_other_images_is_ref
     assert all(len(arm["images"]["psnr"]) == 2 and arm["psnr"] < 100 for arm in drawn["arms"])
     call(*images, "--time", "--rounds", "1")
     timed = read_json(file)
-    # the rest, plain, merged, and both of the gate
+    # the rest, plain, merged, and both of the cache
     timings = timed["timing"]["seconds"]
     assert {runtime: len(passes) for runtime, passes in timings.items()} == {"onnxruntime": 5, "paddle": 5}
     assert [timed[name] == drawn[name] for name in ("commit", "command")] == [True, True]
     assert "--time" in timed["timing"]["command"]
-    assert call(*about("3", "more"), *settings)[-1] == "T-GATE 1"
+    assert call(*about("3", "more"), *settings)[-1] == "DeepCache 2"
     assert all(path.stat().st_mtime_ns == before for path, before in generated.items()), "images are generated once"
     extended = read_json(next((tmp_path / "more").glob("*.json")))
     first, again = ({arm["name"]: arm["images"]["psnr"][:2] for arm in one["arms"]} for one in (drawn, extended))
@@ -158,9 +149,9 @@ def test_a_result_is_continued_timed_and_reported_and_one_of_other_images_is_ref
         call(*images, "--steps", "3", "--time", "--restart")
     with pytest.raises(SystemExit, match="does not exist: generate its images first"):
         call(*about("2", "none"), *settings, "--time")
-    call(*images, "--steps", "3", "--restart", "--only", "default 0.5")
+    call(*images, "--steps", "3", "--restart", "--only", "interlace 0.75")
     restarted = read_json(file)
-    assert restarted["steps"] == 3 and [arm["name"] for arm in restarted["arms"]] == ["default 0.5"]
+    assert restarted["steps"] == 3 and [arm["name"] for arm in restarted["arms"]] == ["interlace 0.75"]
     assert restarted["timing"] is None
     with pytest.raises(SystemExit):
         call(*images, "--only", "2 steps")
