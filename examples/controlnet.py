@@ -18,9 +18,7 @@ edges = cv2.Canny(np.asarray(Image.open(IMAGE).convert("L")), 100, 200)
 condition = Image.fromarray(edges).convert("RGB")
 controlnet = ControlNetModel.from_pretrained(CONTROLNET, paddle_dtype=paddle.float32)  # float16 on a GPU
 pipe = StableDiffusionControlNetPipeline.from_pretrained(MODEL, controlnet=controlnet, paddle_dtype=paddle.float32)
-pipe.apply_tome(
-    ratio=0.5
-)  # controlnet=False merges in the UNet alone, controlnet=0.25 in the ControlNet at another ratio
+pipe.apply_tome()  # controlnet=False merges in the UNet alone, controlnet=0.5 in the ControlNet at another ratio
 paddle.seed(0)
 image = pipe("a flat drawing of penguin", image=condition, num_inference_steps=10, guidance_scale=2.0).images[0]
 image.save("controlnet.png")

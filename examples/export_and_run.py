@@ -16,7 +16,7 @@ FOLDER = "build/exported"
 
 if not Path(FOLDER).exists():
     pipe = StableDiffusionPipeline.from_pretrained(MODEL, paddle_dtype=paddle.float32)
-    export_pipeline(pipe, FOLDER, ratios=0.5, sizes=[(128, 128)])
+    export_pipeline(pipe, FOLDER, ratios=0.75, sizes=[(128, 128)])
 exported = load_pipeline(FOLDER)
 paddle.seed(0)
 settings = {"height": 128, "width": 128, "num_inference_steps": 20, "guidance_scale": 2.0}

@@ -12,7 +12,7 @@ MODEL = str(Path(__file__).parent / "emoji_sd")
 
 fox = Image.open(Path(__file__).parent / "emoji_sd" / "fox.png").convert("RGB")
 pipe = StableDiffusionImg2ImgPipeline.from_pretrained(MODEL, paddle_dtype=paddle.float32)  # float16 on a GPU
-pipe.apply_tome(ratio=0.5)
+pipe.apply_tome()
 paddle.seed(0)
 settings = {"strength": 0.6, "num_inference_steps": 10, "guidance_scale": 2.0}
 pipe("a 3d render of wolf", image=fox, **settings).images[0].save("image_to_image.png")

@@ -14,7 +14,7 @@ image = Image.open(Path(MODEL) / "fox.png").convert("RGB")
 mask = Image.new("L", image.size, "black")
 mask.paste("white", (0, image.height // 2, image.width, image.height))  # white: generate this part again
 pipe = StableDiffusionInpaintPipeline.from_pretrained(MODEL, paddle_dtype=paddle.float32)  # float16 on a GPU
-pipe.apply_tome(ratio=0.5)
+pipe.apply_tome()
 paddle.seed(0)
 settings = {"height": image.height, "width": image.width, "num_inference_steps": 10, "guidance_scale": 2.0}
 pipe("a 3d render of panda", image=image, mask_image=mask, **settings).images[0].save("inpainting.png")

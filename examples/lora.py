@@ -16,7 +16,7 @@ LORA = str(Path(__file__).parent / "tiny" / "lora")
 
 pipe = StableDiffusionPipeline.from_pretrained(MODEL, paddle_dtype=paddle.float32)  # float16 on a GPU
 pipe.load_lora_weights(LORA)
-pipe.apply_tome(ratio=0.5)
+pipe.apply_tome()
 paddle.seed(0)
 settings = {"num_inference_steps": 10, "guidance_scale": 2.0, "cross_attention_kwargs": {"scale": 1.0}}
 pipe("a 3d render of fox", **settings).images[0].save("lora.png")

@@ -1,6 +1,6 @@
 """Generate with exported programs in ONNX Runtime alone, without Paddle; writes onnx_without_paddle.png.
 
-python -m ppdiffusers_tome export --model examples/emoji_sd --ratio 0.5 --format onnx --output build/onnx
+python -m ppdiffusers_tome export --model examples/emoji_sd --ratio 0.75 --format onnx --output build/onnx
 pip install onnxruntime numpy pillow tokenizers                      # on the machine without Paddle
 """
 

@@ -10,7 +10,7 @@ from ppdiffusers import StableDiffusionXLPipeline
 MODEL = str(Path(__file__).parent / "tiny" / "sdxl")
 
 pipe = StableDiffusionXLPipeline.from_pretrained(MODEL, paddle_dtype=paddle.float32)  # float16 on a GPU
-pipe.apply_tome(ratio=0.5)  # SDXL has no attention at level 1, so it merges at level 2
+pipe.apply_tome()  # SDXL has no attention at level 1, so it merges at level 2
 paddle.seed(0)
 image = pipe("a photo of an owl on a branch", num_inference_steps=4).images[0]
 image.save("sdxl.png")

@@ -19,6 +19,6 @@ second_pipe = StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_
 paddle.seed(0)
 small = pipe(PROMPT, height=SIZE, width=SIZE, **SETTINGS).images[0]
 large = small.resize((2 * SIZE, 2 * SIZE))
-with second_pipe.tome(ratio=0.5):  # merging is off again after this block
+with second_pipe.tome():  # merging is off again after this block
     second_pipe(PROMPT, image=large, strength=0.3, **SETTINGS).images[0].save("second_pass.png")
 print("wrote second_pass.png")

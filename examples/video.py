@@ -12,7 +12,7 @@ from ppdiffusers.utils import export_to_gif
 MODEL = str(Path(__file__).parent / "tiny" / "video")
 
 pipe = TextToVideoSDPipeline.from_pretrained(MODEL, paddle_dtype=paddle.float32)  # float16 on a GPU
-pipe.apply_tome(ratio=0.5)  # attention over the pixels of a frame merges, attention over the frames does not
+pipe.apply_tome()  # attention over the pixels of a frame merges, attention over the frames does not
 paddle.seed(0)
 frames = pipe("an owl flies over a lake", num_frames=4, num_inference_steps=4, output_type="np").frames
 export_to_gif([np.uint8(255 * frame) for frame in frames], "video.gif")

@@ -1,6 +1,6 @@
 """Generate an image with a merged model in OpenVINO GenAI: without Paddle and without ppdiffusers_tome.
 
-python -m ppdiffusers_tome export --model examples/scenes_sd --size 256 --ratio 0.5 --layout diffusers \
+python -m ppdiffusers_tome export --model examples/scenes_sd --size 256 --ratio 0.75 --layout diffusers \
     --format openvino --output build/scenes_genai
 pip install openvino-genai pillow "openvino-tokenizers[transformers]"  # on the machine without Paddle
 convert_tokenizer build/scenes_genai/tokenizer --output build/scenes_genai/tokenizer

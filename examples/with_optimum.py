@@ -1,6 +1,6 @@
 """Generate an image with a merged model in Optimum: without Paddle and without ppdiffusers_tome.
 
-python -m ppdiffusers_tome export --model examples/scenes_sd --size 256 --ratio 0.5 --layout diffusers \
+python -m ppdiffusers_tome export --model examples/scenes_sd --size 256 --ratio 0.75 --layout diffusers \
     --for onnxruntime --output build/scenes_onnx
 pip install optimum-onnx onnxruntime                                   # on the machine without Paddle
 python examples/with_optimum.py build/scenes_onnx "a 3d render of fox on red bricks" fox.png

@@ -1,6 +1,6 @@
 """Generate an image with a merged model in optimum-intel: without Paddle and without ppdiffusers_tome.
 
-python -m ppdiffusers_tome export --model examples/scenes_sd --size 256 --ratio 0.5 --layout diffusers \
+python -m ppdiffusers_tome export --model examples/scenes_sd --size 256 --ratio 0.75 --layout diffusers \
     --output build/scenes_openvino
 pip install optimum-intel[openvino]                                    # on the machine without Paddle
 python examples/with_optimum_intel.py build/scenes_openvino "a 3d render of fox on red bricks" fox.png

@@ -63,8 +63,9 @@ def test_every_example_has_a_test():
 
 def of_text_to_image(variables, plans, printed):
     code = (EXAMPLES / "text_to_image.py").read_text(encoding="utf-8")
-    assert "of 4,096 tokens 3,251 stay as queries, 1,291 as keys and values" in code
-    assert "64×64  3251 (keys and values 1291) of 4096  attn" in printed
+    assert "of 4,096 keys and values two blocks keep 512 and the last one 2,048" in code
+    kept = re.findall(r" 64×64  4096 \(keys and values (\d+)\) of 4096 +kv\n", printed)
+    assert kept == ["512", "512", "2048"]
     assert not variables["pipe"].tome_summary().blocks, "it removes the merging at its end"
 
 
@@ -137,7 +138,7 @@ def test_sd3_without_the_attention_for_gpus(tmp_path):
     done = in_a_process(f"import runpy; runpy.run_path({str(EXAMPLES / 'sd3.py')!r})", tmp_path)
     assert done.returncode == 0, done.stderr
     image_of(tmp_path / "sd3.png", (64, 64))
-    assert "transformer.transformer_blocks.0      1  16×16  204 (keys and values 81) of 256  attn" in done.stdout
+    assert "transformer.transformer_blocks.0      1  16×16  256 (keys and values 128) of 256  kv" in done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +153,7 @@ def exported(tmp_path_factory):
 def test_export_and_run(exported, monkeypatch):
     """A second run uses the export of the first."""
     first = image_of(exported / "export_and_run.png", (128, 128))
-    assert json.loads((exported / "build" / "exported" / "tome.json").read_text())["ratios"] == [0.5]
+    assert json.loads((exported / "build" / "exported" / "tome.json").read_text())["ratios"] == [0.75]
     written = (exported / "build" / "exported" / "tome.json").stat().st_mtime_ns
     run("export_and_run", exported, monkeypatch)
     assert np.array_equal(image_of(exported / "export_and_run.png", (128, 128)), first)
@@ -184,11 +185,10 @@ def test_onnx_without_paddle_rejects_other_schedulers(onnx_folder, tmp_path, mon
 
 @pytest.mark.parametrize("ratio", ["0.5", "0.3"])
 def test_serve_client(ratio, tmp_path, monkeypatch, capsys):
-    """As it stands but for the port; and with a ratio that was not exported, which the server's answer explains."""
+    """With the port and a ratio of this server; and with one that it lacks, which its answer explains."""
     monkeypatch.chdir(tmp_path)
-    code = (
-        (EXAMPLES / "serve_client.py").read_text(encoding="utf-8").replace('tome_ratio": 0.5', f'tome_ratio": {ratio}')
-    )
+    code = (EXAMPLES / "serve_client.py").read_text(encoding="utf-8")
+    code = code.replace('tome_ratio": 0.75', f'tome_ratio": {ratio}')
     with serving(FakeEngine()) as server:
         code = code.replace("http://127.0.0.1:8000", server.url)
         if ratio == "0.3":
