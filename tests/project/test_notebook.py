@@ -12,6 +12,8 @@ from markdown_text import ROOT, text_of
 from nbclient import NotebookClient
 from ppdiffusers import StableDiffusionPipeline
 
+from ppdiffusers_tome import ToMeConfig
+
 
 @pytest.fixture
 def notebook():
@@ -80,8 +82,8 @@ def test_on_a_gpu_it_takes_sizes_and_a_call_that_gain_there(notebook, monkeypatc
     ((_, dtype, from_hf_hub),) = loaded
     assert dtype == (paddle.float32 if is_bundled else paddle.float16)
     assert from_hf_hub == (expected == "stable-diffusion-v1-5/stable-diffusion-v1-5")
-    assert variables["SETTINGS"]["todo 0.75"] == {"method": "todo"} and "default 0.5" in variables["SETTINGS"]
-    assert 'pipe.apply_tome(method="todo")' in text_of("docs/usage.md"), "the call that we recommend there"
+    assert ToMeConfig(**variables["SETTINGS"]["interlace 0.75"]) == ToMeConfig()
+    assert "| 1024 px, [second passes](glossary.md#second-pass) | `pipe.apply_tome()` |" in text_of("docs/usage.md")
 
 
 def test_notebook_runs_whole(notebook, monkeypatch, tmp_path):
@@ -95,12 +97,12 @@ def test_notebook_runs_whole(notebook, monkeypatch, tmp_path):
     shown = [output.data["image/png"] for output in outputs if output.output_type == "display_data"]
     text = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
     rows = re.findall(
-        r"^\| (plain|\w+ 0\.\d+(?:, sx=4)?) \| [\d.]+ \| [\d.]+× \| ([\d.]+) \| ([\d.]+|inf) \|$", text, re.MULTILINE
+        r"^\| (plain|\w+ 0\.\d+) \| [\d.]+ \| [\d.]+× \| ([\d.]+) \| ([\d.]+|inf) \|$", text, re.MULTILINE
     )
-    assert len(set(shown)) == 2 * 6
+    assert len(set(shown)) == 2 * 5
     assert "hubs that answer: not asked" in text
     assert text.index("examples/emoji_sd, 64 px, 2 steps") < text.index("examples/emoji_sd, 32 px, 2 steps")
-    arms = ["plain", "default 0.25", "default 0.5", "default 0.75", "todo 0.5", "todo 0.75", "todo 0.75, sx=4"]
+    arms = ["plain", "interlace 0.5", "interlace 0.75", "interlace 0.875", "default 0.5", "todo 0.75"]
     assert [title for title, _, _ in rows] == 2 * arms
     rows = rows[: len(arms)]
     memory, distances = zip(*((float(memory), float(psnr)) for _, memory, psnr in rows), strict=True)
