@@ -137,7 +137,7 @@ RESULTS ?= benchmarks/results
 TORCH_PYTHON ?=
 TORCH := $(if $(TORCH_PYTHON),--torch-python $(TORCH_PYTHON))
 BENCH = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/bench.py
-SD15_EXPORTED = $(BENCH) --architecture sd15 --arms plain tome --merging ratio=0.5 ratio=0.75 method=todo --threads 2
+SD15_EXPORTED = $(BENCH) --architecture sd15 --arms plain tome --merging method=default,ratio=0.5 method=default,ratio=0.75 method=todo --threads 2
 EMOJI = $(BENCH) --model examples/emoji_sd --size 256 --method default symmetric --threads 1
 EVALUATE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/evaluate.py
 SCENES = --model examples/scenes_sd --size 256

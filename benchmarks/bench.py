@@ -71,7 +71,7 @@ def _add_options(bench: argparse.ArgumentParser) -> None:
     option("--size", type=square, nargs="+", default=[512], help="squares, 512 or 512x512, in px" + DEFAULT)
     option("--batch", type=int, nargs="+", default=[2], help="rows of the UNet" + DEFAULT)
     option("--ratio", type=float, nargs="+", default=[0.5], help="share of tokens to merge: 0.1 … 0.75" + DEFAULT)
-    about = "ways to merge (default: that of apply_tome, with fixed dst), at each --ratio or at their own"
+    about = "ways to merge, all with fixed dst (default: method=default), at each --ratio or at their own"
     add_merge_options(group, about)
     option("--backend", choices=BACKENDS, nargs="+", default=[EAGER], help="one or several" + DEFAULT)
     usual = [PLAIN, MEMORY_EFFICIENT, TOME, BOTH]

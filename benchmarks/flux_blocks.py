@@ -43,9 +43,9 @@ from ppdiffusers_tome.grid import Grid
 
 SINGLE_STREAM = "single-stream"
 CONFIGS = {
-    "merged": ToMeConfig(ratio=0.5),
-    "merged_mlp": ToMeConfig(ratio=0.5, merge_mlp=True),  # for blocks whose MLP comes after attention
-    "kv": ToMeConfig(ratio=0.75, method="kv"),
+    "merged": ToMeConfig(0.5, "default"),
+    "merged_mlp": ToMeConfig(0.5, "default", merge_mlp=True),  # for blocks whose MLP comes after attention
+    "kv": ToMeConfig(0.75, "kv"),
 }
 TEXT_CHANNELS = 4096
 

@@ -40,7 +40,7 @@ BUILD = ROOT / "build" / "int8"
 RESULT = ROOT / "benchmarks" / "results" / "int8.json"
 PACKAGES = ("openvino", "nncf", "optimum-intel", "diffusers", "transformers", "torch")
 SHOWN = {"OpenVINO": "openvino", "NNCF": "nncf", "optimum-intel": "optimum-intel"}
-ARMS = {"plain": 0, "merged": 0.5}  # ratio of the default method
+ARMS = {"plain": 0, "merged": 0.5}  # ratio of the method "default"
 UNGUARDED = "unguarded"  # merged, with the matching in int8 too, as optimum-intel does by itself
 UNGUARDED_OF = [("hybrid", "scenes_sd"), ("full", "scenes_sd")]
 PRECISIONS = {
@@ -80,7 +80,9 @@ def export(options: argparse.Namespace) -> None:
     for arm, ratio in ARMS.items():
         if not is_complete(folder := folder_of(SCENES, size, arm)):
             pipe = load_for_export(str(ROOT / "examples" / SCENES))
-            export_pipeline(pipe, folder, (ratio,), [(size, size)], layout="diffusers", format="openvino")
+            export_pipeline(
+                pipe, folder, (ratio,), [(size, size)], layout="diffusers", format="openvino", method="default"
+            )
     for model, side in CASES[1:]:
         for arm, ratio in ARMS.items():
             if not is_complete(folder := folder_of(model, side, arm)):
@@ -109,7 +111,7 @@ def export_sd15(folder: Path, side: int, ratio: float) -> None:
     traceable = programs.denoiser(unet, None)
     del unet
     if ratio:
-        attach(traceable.layer.unet, ToMeConfig(ratio=ratio), None)
+        attach(traceable.layer.unet, ToMeConfig(ratio, "default"), None)
     dims = {"latent_height": side // 8, "latent_width": side // 8}
     shutil.copytree(folder_of(SCENES, dict(CASES)[SCENES], "plain"), folder, ignore=lambda *_: ["model_index.json"])
     with tempfile.TemporaryDirectory(dir=BUILD) as scratch, Converter() as converter:

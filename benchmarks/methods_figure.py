@@ -1,4 +1,4 @@
-"""Draw docs/methods.png, the default method on a photograph: python benchmarks/methods_figure.py"""
+"""Draw docs/methods.png, the method "default" on a photograph: python benchmarks/methods_figure.py"""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from ppdiffusers_tome.attach.placement import tokens_kept
 
 OUTPUT = Path(__file__).parents[1] / "docs" / "methods.png"
 SIDE, PATCH = 32, 4  # tokens, and pixels of a token, along each side
-GRID, CONFIG = Grid(SIDE, SIDE), ToMeConfig(ratio=0.5)
+GRID, CONFIG = Grid(SIDE, SIDE), ToMeConfig(0.5, "default")
 
 
 def main() -> None:

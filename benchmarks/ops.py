@@ -42,13 +42,16 @@ TOLERANCE = 1e-5  # float32 means of a few tokens of size 1
 
 def make_configs(ratio: float) -> dict[str, ToMeConfig]:
     """The config of each kind of matching."""
-    return {f"symmetric, window={window}": ToMeConfig(ratio, "symmetric", window=window) for window in WINDOWS}
+    return {
+        f"symmetric, window={window}": ToMeConfig(ratio, "symmetric", window=window, use_rand=False)
+        for window in WINDOWS
+    }
 
 
 def planner(x: paddle.Tensor, grid: Grid, config: ToMeConfig) -> Callable[[], MergePlan]:
     """A function that makes the plan of a config for tokens [B, N, C]. Models build a grid's constants once too."""
-    method = METHODS[config.method]
-    return partial(method.plan, x, method.constants(grid, config, None), tokens_kept(config, grid))
+    method, kept = METHODS[config.method], tokens_kept(config, grid)
+    return partial(method.plan, x, method.constants(grid, config, kept, 0), kept)
 
 
 def time_operations(case: dict[str, Any], rounds: int) -> dict[str, Any]:

@@ -133,7 +133,8 @@ def export(options: argparse.Namespace, most: int = len(RATIOS)) -> Path:
             unet = ARCHITECTURES[options.architecture].build()
             unet.eval()
             pipe = StableDiffusionPipeline(**{**pipe.components, "unet": unet}, requires_safety_checker=False)
-        export_pipeline(pipe, folder, RATIOS[:most], [(side, side) for side in options.size[:most]], format="both")
+        sizes = [(side, side) for side in options.size[:most]]
+        export_pipeline(pipe, folder, RATIOS[:most], sizes, format="both", method="default")
     return folder
 
 

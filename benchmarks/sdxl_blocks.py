@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/sdxl_blocks.py [--output FILE]
 
 The whole UNet, 2.6 billion parameters, is too large to export in 24 GB of memory. Ten of its 70 blocks are at level 2,
-which merges by default, and 60 at level 4, which `max_downsample=4` merges too. Each block is exported as ONNX with
+which merges, and 60 at level 4, which `max_downsample=4` merges too. Each block is exported as ONNX with
 the layers around it (norm and projections), and runs in ONNX Runtime at batch 2, which is one image with guidance.
 The arms of a block take turns. The result is one of `bench`, which `bench report` reads.
 """
@@ -38,7 +38,7 @@ from ppdiffusers_tome.run.onnx_runtime import OnnxProgram, OnnxRuntime
 
 SDXL = ARCHITECTURES["sdxl"]
 BLOCKS = ((2, 1024), (4, 1024), (4, 2048))  # level, and the side of the image in px
-CONFIGS = (ToMeConfig(), ToMeConfig(method="todo"), ToMeConfig(method="todo", ratio=0.5))
+CONFIGS = (ToMeConfig(method="default"), ToMeConfig(method="todo"), ToMeConfig(0.5, "todo"))
 BATCH = 2
 
 

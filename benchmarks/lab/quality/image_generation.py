@@ -85,7 +85,7 @@ def export_programs(evaluation: Evaluation, arms: Sequence[Arm], output: Path) -
     """The exported folder for each arm; arms that differ only in the ratio share one."""
     groups: dict[ToMeConfig, list[Arm]] = defaultdict(list)
     for arm in arms:
-        groups[replace(arm.config or ToMeConfig(), ratio=0)].append(arm)
+        groups[replace(arm.config or ToMeConfig(method="default"), ratio=0)].append(arm)
     programs: dict[Arm, Path] = {}
     for config, members in groups.items():
         name = config.describe().partition(", ")[2].replace(", ", "_") or "defaults"

@@ -74,12 +74,12 @@ def photograph(name: str, size: int) -> Image.Image:
 
 
 def list_arms(ratios: Sequence[float], methods: Sequence[Mapping[str, Any]] = ()) -> list[Arm]:
-    """The arms of an evaluation: the defaults at each ratio, then the methods.
+    """The arms of an evaluation: the method "default" at each ratio, then the methods.
 
     Args:
         ratios: numbers above 0.
         methods: other ways to merge, as arguments of `ToMeConfig`. Each runs at every ratio, or at its own. One that
-            equals the defaults is not generated again.
+            equals the first is not generated again.
 
     Raises:
         ToMeConfigError: a ratio is 0, too large or repeated, or a method is not allowed or repeated.
@@ -93,7 +93,7 @@ def list_arms(ratios: Sequence[float], methods: Sequence[Mapping[str, Any]] = ()
             raise ToMeConfigError(f"ratio={at!r} is not allowed: it must be above 0, plain is always generated.")
         return config
 
-    configs, of_methods = [config_at(ratio) for ratio in ratios], list[ToMeConfig]()
+    configs, of_methods = [config_at(ratio, method="default") for ratio in ratios], list[ToMeConfig]()
     for method in methods:
         for ratio in [method["ratio"]] if "ratio" in method else ratios:
             config = config_at(ratio, **method)

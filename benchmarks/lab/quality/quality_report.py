@@ -93,7 +93,7 @@ def arm_of(setting: dict[str, Any]) -> Arm:
 
 def _group_of(arm: Arm) -> str:
     """The section of the page that an arm belongs to."""
-    is_default = arm == Arm(ToMeConfig(ratio=arm.ratio))
+    is_default = arm == Arm(ToMeConfig(arm.ratio, "default"))
     return "tomesd" if arm.by == PYTORCH else "ratio" if is_default else "method"
 
 

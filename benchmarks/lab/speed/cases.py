@@ -14,6 +14,7 @@ from ppdiffusers_tome.attach.placement import tokens_kept
 from ppdiffusers_tome.comparison.results import check_result
 from ppdiffusers_tome.config import ToMeConfig
 from ppdiffusers_tome.errors import ToMeConfigError
+from ppdiffusers_tome.methods import METHODS
 
 from ..arm import BUILT_IN, EAGER, LIMIT, PLAIN, Arm
 from .architectures import Architecture, architecture_of
@@ -128,7 +129,7 @@ class Case:
             raise ToMeConfigError(
                 f"--ratio {config.ratio:g} merges no token at {self.size} px: raise the ratio or the size."
             )
-        return kept.queries
+        return kept.queries if METHODS[config.method].merges_queries else kept.keys
 
 
 @dataclass(frozen=True)
@@ -153,14 +154,14 @@ def make_configs(ratios: Sequence[float], mergings: Sequence[Mapping[str, Any]] 
 
     Args:
         ratios: values of `ratio`.
-        mergings: settings as `config.parse_settings` returns them; none: the defaults of `ToMeConfig`.
+        mergings: settings as `merge_options.read_methods` returns them; none: the method "default".
 
     Raises:
         ToMeConfigError: a value is not allowed.
     """
     if any(settings.get("use_rand") for settings in mergings):
         raise ToMeConfigError("--merging use_rand is not allowed: every arm has fixed dst, as fast as random ones.")
-    bases = ({"ratio": ratio, **settings} for ratio, settings in product(ratios, mergings or [{}]))
+    bases = ({"ratio": ratio, **settings} for ratio, settings in product(ratios, mergings or [{"method": "default"}]))
     return list(dict.fromkeys(ToMeConfig(**{**base, "use_rand": False}) for base in bases))  # a value may be repeated
 
 
