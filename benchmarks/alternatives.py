@@ -123,9 +123,10 @@ def list_arms() -> list[Arm]:
     fast = ToMeConfig(0.75, "interlace")
     arms = [Arm(ToMeConfig(ratio, "interlace")) for ratio in (0.5, 0.75, 0.875)]
     arms += [Arm(ToMeConfig(ratio, "default")) for ratio in (0.25, 0.5, 0.7)]
-    arms += [Arm(ToMeConfig(ratio, method)) for method, ratio in (("todo", 0.5), ("todo", 0.75), ("tomesd", 0.5))]
-    arms += [Arm(ToMeConfig(0.25, "tomesd")), Arm(steps=10), Arm(fast, steps=10)]
-    return [*arms, Arm(every=2), Arm(fast, every=2), Arm(other_seed=True)]
+    others = (("todo", 0.75), ("tomesd", 0.5), ("tomesd", 0.25))
+    arms += [Arm(ToMeConfig(ratio, method)) for method, ratio in others]
+    arms += [Arm(steps=10), Arm(fast, steps=10), Arm(every=2), Arm(fast, every=2)]
+    return [*arms, Arm(other_seed=True)]
 
 
 class Reused:
@@ -340,6 +341,11 @@ def compare(images: np.ndarray, plain: np.ndarray) -> dict[str, Any]:
         "psnr": [round(psnr(image, other), 3) for image, other in zip(images, plain, strict=True)],
         "perceptual": np.round(st_lpips(images, plain).astype(float), 6).tolist(),
     }
+    return summarized(values)
+
+
+def summarized(values: dict[str, list[float]]) -> dict[str, Any]:
+    """The medians of measures, and in "images" their values."""
     return {**{measure: float(np.median(of_images)) for measure, of_images in values.items()}, "images": values}
 
 
@@ -358,6 +364,26 @@ def earlier_result(file: Path, about: dict[str, Any], restarts: bool, times: boo
         remedy = "generate its images again, without --time" if times else "pass --restart, or choose another --output"
         sys.exit(f"{file} has results of another {', '.join(differing)}: {remedy}.")
     return result
+
+
+def kept_arms(file: Path, about: dict[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
+    """The named arms of a result by other sources, for the first images of it: each has the commit of its own images.
+
+    The script ends if the result is about another model or other images, or lacks an arm.
+    """
+    result, count = read_json(file), len(about["prompts"])
+    same = {key: value for key, value in about.items() if key not in ("sources", "prompts")}
+    differing = [key for key, value in same.items() if result[key] != value]
+    if result["prompts"][:count] != about["prompts"]:
+        differing.append("prompts")
+    entries = {entry["name"]: entry for entry in result["arms"]}
+    if differing or not entries.keys() >= set(names):
+        sys.exit(f"--keep: {file} has another {', '.join(differing) or 'list of arms'}: leave --keep out.")
+    kept = []
+    for entry in map(entries.get, names):
+        values = {measure: of_images[:count] for measure, of_images in entry["images"].items()}
+        kept.append({**entry, **summarized(values), "commit": entry.get("commit", result["commit"])})
+    return kept
 
 
 def measure(
@@ -470,7 +496,11 @@ def write_report(files: Sequence[Path], output: Path) -> str:
         sheet = output / f"{file.stem}_sheet.jpg"
         if sheet.exists():
             figures.append((sheet, f"{title}: plain, {', '.join(SHEET)}."))
-        sections.append((title, file, result, figures, cells))
+        kept: dict[str, list[str]] = {}
+        for entry in result["arms"]:
+            if "commit" in entry:
+                kept.setdefault(entry["commit"], []).append(entry["name"])
+        sections.append((title, file, result, figures, cells, kept))
     return write_page(Path(__file__).with_name("templates") / "alternatives.md", output, sections=sections)
 
 
@@ -487,6 +517,8 @@ def main() -> None:
     parser.add_argument("--strength", type=float, help="image-to-image from photographs (default: from noise)")
     parser.add_argument("--only", nargs="*", default=[], metavar="ARM", help="arms to measure (default: all)")
     parser.add_argument("--restart", action="store_true", help="replace a result of other images or other sources")
+    keeps = "with --restart: arms of that result to keep, whose code has not changed since"
+    parser.add_argument("--keep", nargs="*", default=[], metavar="ARM", help=keeps)
     parser.add_argument("--time", action="store_true", help="time the arms that have images, on a quiet machine")
     parser.add_argument("--rounds", type=int, default=5, help="of --time (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="(default: %(default)s)")
@@ -516,6 +548,8 @@ def main() -> None:
     saved = Programs(evaluation, options.dpm_solver)
     result = earlier_result(file, about, options.restart, options.time)
     content = {key: result.get(key, default) for key, default in {"timing": None, "arms": []}.items()}
+    if options.restart and options.keep and not result:
+        content["arms"] = kept_arms(file, about, options.keep)
     command, made = shlex.join(["python", "benchmarks/alternatives.py", *sys.argv[1:]]), {}
     decisive = {**about, "prompts": prompts_of(options.model)}  # a larger --count continues with the same images
     folder = ROOT / "build" / file.stem / digest(decisive)

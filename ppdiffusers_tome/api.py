@@ -125,7 +125,7 @@ def _config_of(config: Any) -> ToMeConfig:
         return ToMeConfig.load(config)
     raise ToMeConfigError(
         f"config={config!r:.200} is not allowed: it must be a ToMeConfig, or the path of a settings file. Pass "
-        "settings by name, as in apply_tome(ratio=0.5, window=8)."
+        "settings by name, as in apply_tome(ratio=0.5, min_tokens=4096)."
     )
 
 

@@ -204,7 +204,7 @@ class AttentionWrap(InnerWrap):
             raise ToMePassError(
                 "another library has replaced the forward of an attention, as enable_cache() does, and in this "
                 "single-stream block it would see merged tokens, whose order changes from pass to pass: pass "
-                'method="kv" to apply_tome(), or undo it.'
+                'method="interlace" to apply_tome(), or undo it.'
             )
 
 

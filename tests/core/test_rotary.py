@@ -640,7 +640,7 @@ def test_attention_that_is_cached(family, method):
     merged, merged_other = (run(model.apply_tome(method=method), x) for x in (inputs, other))
     model.enable_cache(config)
     if family.is_hunyuan and method == "symmetric":
-        with pytest.raises(ToMePassError, match='whose order changes from pass to pass: pass method="kv"'):
+        with pytest.raises(ToMePassError, match='whose order changes from pass to pass: pass method="interlace"'):
             run(model, inputs)
     else:
         np.testing.assert_array_equal(run(model, inputs), merged)
@@ -736,7 +736,7 @@ def test_what_replaces_the_forward_of_an_attention_is_left_out_nowhere():
         expected = run(apply_tome(model, method=method), inputs)
         replace(model.single_transformer_blocks[0].attn)
         if is_whole:
-            with pytest.raises(ToMePassError, match=r'single-stream block.*pass method="kv"'):
+            with pytest.raises(ToMePassError, match=r'single-stream block.*pass method="interlace"'):
                 run(model, inputs)
         else:
             np.testing.assert_array_equal(run(model, inputs), expected)
