@@ -36,9 +36,11 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "gpu_onnx.json"
 MERGED = {
-    "default 0.25": {"ratio": 0.25},
-    "default 0.5": {"ratio": 0.5},
-    "default 0.75": {"ratio": 0.75},
+    "interlace 0.5": {"ratio": 0.5, "method": "interlace"},
+    "interlace 0.75": {"ratio": 0.75, "method": "interlace"},
+    "default 0.25": {"ratio": 0.25, "method": "default"},
+    "default 0.5": {"ratio": 0.5, "method": "default"},
+    "default 0.75": {"ratio": 0.75, "method": "default"},
     "kv 0.75": {"ratio": 0.75, "method": "kv"},
     "todo 0.75": {"ratio": 0.75, "method": "todo"},
     "todo 0.75, sx=4": {"ratio": 0.75, "method": "todo", "sx": 4},
@@ -47,8 +49,10 @@ MERGED = {
     "tomesd 0.5": {"ratio": 0.5, "method": "tomesd"},
 }
 PLAIN, DEFAULT = "plain", "default 0.5"
-MAIN = [PLAIN, DEFAULT, "kv 0.75", "todo 0.75", "todo 0.5"]
+MAIN = [PLAIN, "interlace 0.5", "interlace 0.75", DEFAULT, "kv 0.75", "todo 0.75", "todo 0.5"]
 CHECKERBOARD = "todo 0.5"
+# The arms whose gain follows from that of todo 0.75, and the share of the keys that each removes.
+PREDICTED = {"interlace 0.75": 0.75, "interlace 0.5": 0.5, CHECKERBOARD: 0.5}
 PRODUCT = {"prefer_nhwc": "1"}  # the options of `OnnxRuntime`
 FORMS = {"channels first": {}, "CUDA graph": {**PRODUCT, "enable_cuda_graph": "1"}}
 CELLS = {  # (px, batch): programs
@@ -65,7 +69,9 @@ ROUNDS, SECONDS = 7, 0.2  # an arm runs for SECONDS in each round
 NOISY, REPETITIONS = 1.2, 2  # a time this much above the arm's fastest is measured again, so many times
 REFERENCE = (512, 2)  # the cell whose outputs are compared with the CPU's
 WEIGHTS, ORIGIN = "weights", "origin.json"
-BOUNDS = {  # operators that merging adds to a block
+BOUNDS = {  # operators that merging adds to a block; for interlace with those that read the turn, once in a pass
+    "interlace 0.75": 10,
+    "interlace 0.5": 10,
     "default 0.5": 59,
     "kv 0.75": 32,
     "todo 0.75": 1,
@@ -155,16 +161,16 @@ def operators_added(architecture: str) -> dict[str, tuple[int, int]]:
     """Operators of a block of 64×64 tokens in float16 that the plain block has not, and those that launch kernels."""
     import paddle
     from lab.speed.architectures import ARCHITECTURES
-    from top_block import OneBlock, build_transformer
+    from top_block import OneBlock, OneTimedBlock, build_transformer
 
     from ppdiffusers_tome.attach.attach import attach
     from ppdiffusers_tome.config import ToMeConfig
     from ppdiffusers_tome.export.programs import Input, Traceable
+    from ppdiffusers_tome.methods import METHODS
 
     known = ARCHITECTURES[architecture]
     paddle.seed(0)
-    block = OneBlock(build_transformer(known))
-    block.eval()
+    transformer = build_transformer(known)
     shape = ("batch", known.config["block_out_channels"][0], 64, 64)
     inputs = (
         Input("sample", shape),
@@ -172,10 +178,14 @@ def operators_added(architecture: str) -> dict[str, tuple[int, int]]:
     )
     counts = {}
     for arm in (PLAIN, *BOUNDS):
-        layer = copy.deepcopy(block)
-        if arm != PLAIN:
-            attach(layer, ToMeConfig(**MERGED[arm]), None)
-        counts[arm] = Counter(_operators_on_gpu(Traceable(layer, inputs)))
+        config = None if arm == PLAIN else ToMeConfig(**MERGED[arm])
+        is_timed = config is not None and METHODS[config.method].takes_turns(config)
+        layer = (OneTimedBlock if is_timed else OneBlock)(copy.deepcopy(transformer))
+        layer.eval()
+        if config is not None:
+            attach(layer, config, None)
+        timestep = (Input("timestep", (1,)),) if is_timed else ()
+        counts[arm] = Counter(_operators_on_gpu(Traceable(layer, inputs + timestep)))
     merged = {arm: counts[arm] for arm in BOUNDS}
     difference = {arm: operators.total() - counts[PLAIN].total() for arm, operators in merged.items()}
     free = {arm: sum(operators[name] - counts[PLAIN][name] for name in FREE) for arm, operators in merged.items()}
@@ -451,33 +461,36 @@ def reference_of(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, A
     return next(other for other in rows if other["arm"] == wanted and all(other[key] == row[key] for key in place))
 
 
-def predicted_gains(rows: list[dict[str, Any]]) -> dict[tuple[int, int], str]:
-    """The gains, by size and batch, that the checkerboard should have where it was not measured, from those of cells.
+def predicted_gains(rows: list[dict[str, Any]], arm: str = CHECKERBOARD) -> dict[tuple[int, int], str]:
+    """The gains, by size and batch, that an arm should have where it was not measured, from those of cells.
 
-    Both need one gather, and the time that attention saves is proportional to the keys removed.
+    Both need one gather of tokens, and the time that attention saves is proportional to the keys removed.
     """
     from ppdiffusers_tome.comparison.clock import NO_DIFFERENCE, gain
 
-    measured = {(row["size"], row["batch"]) for row in rows if row["arm"] == f"onnxruntime {CHECKERBOARD}"}
+    measured = {(row["size"], row["batch"]) for row in rows if row["arm"] == f"onnxruntime {arm}"}
     gains: dict[tuple[int, int], str] = {}
     for row in rows:
         place = row["size"], row["batch"]
         if row["arm"] == "onnxruntime todo 0.75" and place not in measured | gains.keys():
             of_cells = gain(reference_of(row, rows)["ms"], row["ms"])
-            saved = (1 - 1 / of_cells.factor) * 0.5 / 0.75
+            saved = (1 - 1 / of_cells.factor) * PREDICTED[arm] / 0.75
             gains[place] = f"{1 / (1 - saved):.2f}×" if of_cells.is_difference else NO_DIFFERENCE
     return gains
 
 
 def predictions(rows: list[dict[str, Any]]) -> list[str]:
-    """A note with the predicted gains, if there are any."""
-    gains = [f"{gain} at {size} px, batch {batch}" for (size, batch), gain in predicted_gains(rows).items()]
-    if not gains:
-        return []
-    return [
-        f"**Predicted, not measured**: {CHECKERBOARD} gains {', '.join(gains)}, if it saves two thirds of "
-        "the time that todo 0.75 saves. It removes two thirds as many keys, by the same operator."
-    ]
+    """A note with the predicted gains of each arm that has some."""
+    notes = []
+    for arm, removed in PREDICTED.items():
+        gains = [f"{gain} at {size} px, batch {batch}" for (size, batch), gain in predicted_gains(rows, arm).items()]
+        time, keys = ("", "") if removed == 0.75 else ("two thirds of ", "two thirds ")
+        if gains:
+            notes.append(
+                f"**Predicted, not measured**: {arm} gains {', '.join(gains)}, if it saves {time}"
+                f"the time that todo 0.75 saves. It removes {keys}as many keys, by the same operator."
+            )
+    return notes
 
 
 def report(options: argparse.Namespace) -> None:

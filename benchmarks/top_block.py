@@ -36,3 +36,18 @@ class OneBlock(nn.Layer):
     def forward(self, sample: paddle.Tensor, encoder_hidden_states: paddle.Tensor) -> paddle.Tensor:
         """Calls the transformer as its UNet does."""
         return self.transformer(sample, encoder_hidden_states=encoder_hidden_states, return_dict=False)[0]
+
+
+class OneTimedBlock(OneBlock):
+    """The same, whose UNet gets the timestep too."""
+
+    def __init__(self, transformer: nn.Layer) -> None:
+        super().__init__(transformer)
+        self.time_proj = nn.Identity()
+
+    def forward(
+        self, sample: paddle.Tensor, encoder_hidden_states: paddle.Tensor, timestep: paddle.Tensor
+    ) -> paddle.Tensor:
+        """Shows the timestep to what reads it."""
+        self.time_proj(timestep)
+        return super().forward(sample, encoder_hidden_states)

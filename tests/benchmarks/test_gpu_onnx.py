@@ -38,6 +38,7 @@ def test_a_block_for_gpus_has_few_operators_more_than_plain():
     assert {arm: operators <= gpu_onnx.BOUNDS[arm] for arm, (operators, _) in added.items()} == dict.fromkeys(
         added, True
     )
+    assert added["interlace 0.75"] == added["interlace 0.5"] == (10, 8), "a gather of tokens, one of indices, the turn"
     assert added["todo 0.75"] == added["todo 0.75, sx=4"] == added["todo 0.5"] == (1, 1)
     assert 0 < added["default 0.5"][1] < added["default 0.5"][0]
 
@@ -54,9 +55,22 @@ def test_the_checkerboard_is_predicted_only_where_it_was_not_measured():
 
     rows = [row(arm, ms, size) for size in (512, 768) for arm, ms in (("plain", 30), ("todo 0.75", 24))]
     rows.append(row("todo 0.5", 27, 512))
-    (note,) = gpu_onnx.predictions(rows)  # 30 / (30 - 6·2/3)
+    *_, note = gpu_onnx.predictions(rows)  # 30 / (30 - 6·2/3)
     assert "Predicted, not measured" in note and "todo 0.5 gains 1.15× at 768 px, batch 2, if" in note
-    assert gpu_onnx.predictions([*rows, row("todo 0.5", 26, 768)]) == []
+    assert not any("todo 0.5" in note for note in gpu_onnx.predictions([*rows, row("todo 0.5", 26, 768)]))
+
+
+def test_interlace_is_predicted_by_the_keys_that_it_removes():
+    def rows_of(**arms):
+        return [
+            {"size": 512, "batch": 2, "turn": 0, "arm": f"onnxruntime {a}", "ms": [ms] * 3} for a, ms in arms.items()
+        ]
+
+    rows = rows_of(**{"plain": 30, "todo 0.75": 24, "todo 0.5": 27})
+    as_many, two_thirds = gpu_onnx.predictions(rows)
+    assert "interlace 0.75 gains 1.25× at 512 px, batch 2, if it saves the time that todo 0.75 saves." in as_many
+    assert "interlace 0.5 gains 1.15× at 512 px, batch 2, if it saves two thirds of the time" in two_thirds
+    assert gpu_onnx.predictions(rows + rows_of(**{"interlace 0.75": 24, "interlace 0.5": 27})) == []
 
 
 def test_arms_take_turns():
