@@ -3,6 +3,7 @@
 import math
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,11 +63,12 @@ def test_other_sources_versions_and_models_have_another_folder(pipeline, tmp_pat
 
 
 def test_what_decides_a_program_is_in_its_key():
-    base = {"size": 128, "by": "ours", "config": ToMeConfig(0.5), "format": "paddle"}
+    base = {"size": 128, "by": "ours", "config": ToMeConfig(0.5, "tomesd"), "format": "paddle"}
     others = [{"size": 256}, {"by": "limit"}, {"config": None}, {"format": "onnx"}]
-    configs = [ToMeConfig(0.4), ToMeConfig(0.5, use_rand=False), ToMeConfig(0.5, seed=1)]
+    changes = [{"ratio": 0.4}, {"use_rand": False}, {"seed": 1}, {"method": "symmetric"}]
+    configs = [replace(base["config"], **change) for change in changes]
     keys = {program_key(**{**base, **changes}) for changes in [{}, *others, *({"config": c} for c in configs)]}
-    assert len(keys) == 8 and program_key(128, "ours", ToMeConfig(ratio=0.5), "paddle") in keys
+    assert len(keys) == 9 and program_key(128, "ours", ToMeConfig(0.5, "tomesd"), "paddle") in keys
 
 
 def saved_program(folder, onnx):

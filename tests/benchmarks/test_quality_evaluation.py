@@ -112,12 +112,18 @@ def test_real_images_are_compared_too(evaluated):
 
 
 def test_methods_are_settings_too(model, tmp_path):
-    assert evaluate(model, tmp_path, *QUICK, "--ratio", "0.5", "--merging", "sx=4") == 0
+    assert (
+        evaluate(model, tmp_path, *QUICK, "--ratio", "0.5", "--merging", "method=default,sx=4", "method=interlace")
+        == 0
+    )
     settings = read_json(tmp_path / "quality.json")["settings"]
-    assert [setting["name"] for setting in settings] == ["default 0.5", "default 0.5, sx=4"]
-    assert [setting["arm"]["config"] for setting in settings] == [asdict(ToMeConfig()), asdict(ToMeConfig(sx=4))]
-    by_default, by_method = (setting["pairs"]["psnr"] for setting in settings)
-    assert None not in [*by_default, *by_method] and by_default != by_method
+    assert [setting["name"] for setting in settings] == ["default 0.5", "default 0.5, sx=4", "interlace 0.5"]
+    assert [setting["arm"]["config"] for setting in settings] == [
+        asdict(config)
+        for config in (ToMeConfig(0.5, "default"), ToMeConfig(0.5, "default", sx=4), ToMeConfig(0.5, "interlace"))
+    ]
+    by_setting = [tuple(setting["pairs"]["psnr"]) for setting in settings]
+    assert None not in sum(by_setting, ()) and len({*by_setting}) == 3
     assert "## Methods" in (tmp_path / "quality.md").read_text(encoding="utf-8")
 
 
@@ -139,7 +145,7 @@ def test_a_pipeline_without_a_unet_is_an_error(tmp_path, capsys, monkeypatch):
         (["--real", "/no/images"], "/no/images has 0 PNG files: KID needs 4"),
         (["--prompts", "/no/file.txt"], "cannot be read"),
         (["--merging", "windw=8"], "'windw' is not a setting"),
-        (["--merging", "window=8", "window=8"], "window=8 is repeated"),
+        (["--merging", *2 * ["method=default,window=8"]], "method='default', window=8 is repeated"),
     ],
 )
 def test_arguments_are_checked_before_anything_is_generated(model, tmp_path, capsys, arguments, message):

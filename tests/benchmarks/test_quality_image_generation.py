@@ -22,7 +22,7 @@ from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError
 from ppdiffusers_tome.comparison.sheets import image_paths
 
 EVALUATION = Evaluation("model", (("a fox", 1), ("an owl", 2)), 32, 1, 7.5, threads=1)
-FIXED = Arm(ToMeConfig(ratio=0.5, use_rand=False))
+FIXED = Arm(ToMeConfig(0.5, "default", use_rand=False))
 
 
 def test_failed_images_are_an_error_and_the_others_are_stored(tmp_path):
@@ -76,12 +76,21 @@ def test_one_program_folder_for_settings_that_differ_in_the_ratio(monkeypatch, t
     exports = []
     monkeypatch.setattr(image_generation, "load_model", lambda model: "pipe")
     monkeypatch.setattr(image_generation, "write_export", lambda *args, **options: exports.append((args, options)))
-    settings = [PLAIN_IMAGES, *list_arms((0.25, 0.5), [{"use_rand": False}, {"sx": 4}])]
+    settings = [
+        PLAIN_IMAGES,
+        *list_arms(
+            (0.25, 0.5),
+            [{"method": "default", "use_rand": False}, {"method": "default", "sx": 4}, {"method": "interlace"}],
+        ),
+    ]
     programs = export_programs(EVALUATION, settings, tmp_path)
     folders = {setting.name: folder.name for setting, folder in programs.items()}
-    assert folders["plain"] == folders["default 0.25"] == folders["default 0.5"] == "defaults"
-    assert folders["default 0.25, use_rand=False"] == folders["default 0.5, use_rand=False"] == "use_rand=False"
-    assert len(exports) == len(set(folders.values())) == 3
+    assert folders["plain"] == folders["default 0.25"] == folders["default 0.5"] == "method='default'"
+    fixed = {folders["default 0.25, use_rand=False"], folders["default 0.5, use_rand=False"]}
+    assert fixed == {"method='default'_use_rand=False"}
+    assert folders["interlace 0.25"] == folders["interlace 0.5"] == "defaults"
+    assert len(exports) == len(set(folders.values())) == 4
     (_, folder, configs, sizes), options = exports[0]
-    assert (folder.name, configs, sizes) == ("defaults", [ToMeConfig(ratio) for ratio in (0, 0.25, 0.5)], [(32, 32)])
+    assert (folder.name, sizes) == ("method='default'", [(32, 32)])
+    assert configs == [ToMeConfig(ratio, "default") for ratio in (0, 0.25, 0.5)]
     assert options["format"] == "onnx"

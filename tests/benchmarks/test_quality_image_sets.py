@@ -19,14 +19,20 @@ EVALUATION = Evaluation("model", (("a fox", 1), ("an owl", 2**32 - 1)), 32, 20, 
 
 
 def test_methods_are_generated_at_each_ratio_or_at_their_own():
-    methods = [{"window": 4, "proportional": True}, {"method": "todo", "use_rand": True, "ratio": 0.75}]
-    methods.append({"window": ToMeConfig().window})  # equals the defaults, which are generated already
+    methods = [
+        {"method": "default", "window": 4, "proportional": True},
+        {"method": "todo", "use_rand": True, "ratio": 0.75},
+    ]
+    methods.append({"method": "default", "window": 16})  # equals the first, which is generated already
+    methods.append({"method": "interlace"})
     assert {arm.name: arm.config for arm in list_arms((0.25, 0.5), methods)} == {
-        "default 0.25": ToMeConfig(ratio=0.25),
-        "default 0.5": ToMeConfig(ratio=0.5),
-        "default 0.25, window=4": ToMeConfig(ratio=0.25, window=4, proportional=True),
-        "default 0.5, window=4": ToMeConfig(ratio=0.5, window=4, proportional=True),
-        "todo 0.75, use_rand=True": ToMeConfig(ratio=0.75, method="todo", use_rand=True),
+        "default 0.25": ToMeConfig(0.25, "default"),
+        "default 0.5": ToMeConfig(0.5, "default"),
+        "default 0.25, window=4": ToMeConfig(0.25, "default", window=4, proportional=True),
+        "default 0.5, window=4": ToMeConfig(0.5, "default", window=4, proportional=True),
+        "todo 0.75, use_rand=True": ToMeConfig(0.75, "todo", use_rand=True),
+        "interlace 0.25": ToMeConfig(0.25, "interlace"),
+        "interlace 0.5": ToMeConfig(0.5, "interlace"),
     }
 
 
@@ -36,8 +42,9 @@ def test_methods_are_generated_at_each_ratio_or_at_their_own():
         ({"ratios": (0.0,)}, "ratio=0.0 is not allowed: it must be above 0"),
         ({"ratios": (0.9,)}, "ratio=0.9"),
         ({"ratios": (0.5, 0.5)}, "0.5 is repeated"),
+        ({"ratios": (0.5,), "methods": [{"ratio": 0.95}]}, "ratio=0.95"),
         ({"ratios": (0.5,), "methods": [{"ratio": 0}]}, "ratio=0 is not allowed: it must be above 0"),
-        ({"ratios": (0.5,), "methods": [{"sx": 4}, {"ratio": 0.5, "sx": 4}]}, "ratio=0.5, sx=4 is repeated"),
+        ({"ratios": (0.5,), "methods": 2 * [{"method": "kv", "sx": 4}]}, "ratio=0.5, method='kv', sx=4 is repeated"),
         ({"ratios": (0.6,), "methods": [{"method": "todo"}]}, "ratio=0.6 is not allowed: method='todo'"),
     ],
 )

@@ -16,10 +16,10 @@ from lab.speed.workloads import Workload
 from ppdiffusers.models.attention_processor import XFormersAttnProcessor
 from speed_results import config, open_backend, tiny
 
-from ppdiffusers_tome import ToMeConfigError
+from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.commands.merge_options import parse_settings
 
-WHOLE = {"window": None, "proportional": False}
+WHOLE = {"method": "default", "window": None, "proportional": False}
 
 
 def test_arms_are_backends_by_ratios_by_levels():
@@ -35,6 +35,20 @@ def test_arms_are_backends_by_ratios_by_levels():
     assert {arm.status for arm in arms} == {"planned"}
 
 
+def test_arms_of_interlace_have_as_many_keys_as_it_keeps():
+    arms = make_arms(tiny(), ["tome", "limit"], ["eager"], make_configs([0.5, 0.75], [{"method": "interlace"}]))
+    assert [(arm.name, arm.kept) for arm in arms] == [
+        ("interlace 0.5, eager", 128),
+        ("interlace 0.75, eager", 64),
+        ("interlace 0.5 (limit), eager", 128),
+        ("interlace 0.75 (limit), eager", 64),
+    ]
+
+
+def test_without_a_way_to_merge_the_arm_is_the_method_of_the_committed_results():
+    assert make_configs([0.5]) == [ToMeConfig(0.5, "default", use_rand=False)]
+
+
 def test_merging_arms_take_every_ratio_or_their_own():
     texts = (
         "window=8",
@@ -43,7 +57,7 @@ def test_merging_arms_take_every_ratio_or_their_own():
         "method=todo,ratio=0.75",
         "method=kv,ratio=0.75",
     )
-    base = "window=none,proportional=false"
+    base = "method=default,window=none,proportional=false"
     mergings = [parse_settings(base), *({**parse_settings(base), **parse_settings(text)} for text in texts)]
     configs = make_configs([0.5, 0.25, 0.5], mergings)
     assert all(not config.use_rand for config in configs)
@@ -71,7 +85,12 @@ def test_merging_arms_take_every_ratio_or_their_own():
 )
 def test_arms_that_merge_nothing_are_refused(model, fields, ratio, level, message):
     with pytest.raises(ToMeConfigError, match=message):
-        make_arms(make_case(model, **fields), ["tome"], ["eager"], make_configs([ratio], [{"max_downsample": level}]))
+        make_arms(
+            make_case(model, **fields),
+            ["tome"],
+            ["eager"],
+            make_configs([ratio], [{"method": "default", "max_downsample": level}]),
+        )
 
 
 def test_eager_arms_compute_what_they_should_and_leave_no_trace(tmp_path):

@@ -22,7 +22,7 @@ def read(file):
 def test_bench_prints_a_table_and_writes_what_was_measured(tmp_path, capsys):
     out = tmp_path / "new" / "speed.json"
     options = [*TINY, "--rounds", "2", "--arms", "plain", "tome", "both", "--output", str(out)]
-    options += ["--merging", "proportional=false,window=none", "proportional,method=todo,ratio=0.75"]
+    options += ["--merging", "method=default,proportional=false,window=none", "proportional,method=todo,ratio=0.75"]
     assert bench.main(options) == 0
     printed, case = capsys.readouterr().out, read(out)
     assert "tiny, one UNet pass, 128 px, batch 2: 256 tokens" in printed
@@ -51,11 +51,13 @@ def test_a_settings_file_is_a_way_to_merge(tmp_path, monkeypatch):
     """At its own ratio, and with fixed dst, like all others."""
     measured = []
     monkeypatch.setattr(bench, "measure_all", lambda cases, *_, **__: measured.extend(cases) or cases)
-    ToMeConfig(ratio=0.6, window=4).save(tmp_path / "tuned.json")
-    options = ["--config", str(tmp_path / "tuned.json"), "--merging", "sx=4", "--ratio", "0.25", "--arms", "tome"]
+    ToMeConfig(0.6, "default", window=4).save(tmp_path / "tuned.json")
+    options = ["--config", str(tmp_path / "tuned.json"), "--merging", "method=kv,sx=4", "method=interlace"]
+    options += ["--ratio", "0.25", "--arms", "tome"]
     assert bench.main([*TINY, *options, "--output", str(tmp_path / "speed.json")]) == 1, "nothing was measured"
     (case,) = measured
-    configs = [ToMeConfig(ratio=0.6, window=4, use_rand=False), ToMeConfig(ratio=0.25, sx=4, use_rand=False)]
+    configs = [ToMeConfig(0.6, "default", window=4, use_rand=False), ToMeConfig(0.25, "kv", sx=4, use_rand=False)]
+    configs.append(ToMeConfig(0.25, "interlace"))
     assert [measured.arm.config for measured in case.arms] == configs
 
 
@@ -66,7 +68,7 @@ REFUSED = {  # options, and what the error names
     },
     "--ratio 0.9": "ratio=0.9",
     "--merging max_downsample=3": "max_downsample=3",
-    "--merging use_rand": "--merging use_rand",
+    "--merging method=default,use_rand": "--merging use_rand",
     "--merging windw=8": "windw",
 }
 

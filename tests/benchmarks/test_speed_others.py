@@ -37,7 +37,7 @@ def test_arms_have_their_own_configs():
     texts = ("window=8", "proportional,window=none", "method=todo,ratio=0.75", "method=kv,ratio=0.75")
     symmetric = {"method": "symmetric", "window": None}
     mergings = [{"method": "tomesd"}, *({**symmetric, **parse_settings(text)} for text in texts)]
-    mergings += [{"window": 4}, {"window": 8}]
+    mergings += [{"method": "default", "window": window} for window in (4, 8)]
     names, configs = ["plain", "tome", "built-in", "limit"], make_configs([0.5], mergings)
     arms = make_arms(tiny(), names, ["eager"], configs)
     assert [(one.name, one.kept) for one in arms if one.arm.by == "limit"] == [  # one for each number of tokens

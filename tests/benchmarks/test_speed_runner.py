@@ -19,7 +19,7 @@ from lab.speed.runner import WorkerEndedError, measure_all, worker_messages
 def make(*arms, **fields):
     """A case with these arms."""
     case = make_case("tiny", **{"size": 64, **fields})
-    configs = make_configs([0.5], [{"window": None, "proportional": False}])
+    configs = make_configs([0.5], [{"method": "default", "window": None, "proportional": False}])
     case.arms = make_arms(case, arms, ["eager"], configs)
     return case
 
