@@ -347,11 +347,13 @@ METHOD_OF_MERGE_ATTN = {"asymmetric": "default", "kv": "kv"}
 
 
 def upgraded(settings: Any) -> Any:
-    """Settings that a release before 3.0 wrote, as those of this release; others as they are.
+    """Settings that an earlier release wrote, as those of this release; others as they are.
 
     Raises:
         ToMeConfigError: tokens would not merge as they did.
     """
+    if isinstance(settings, dict) and settings.get("seed", 0) is None and settings.get("use_rand") is False:
+        settings = {**settings, "seed": 0}  # it may have been None, and chooses nothing
     if not isinstance(settings, dict) or "method" in settings:
         return settings
     settings = dict(settings)

@@ -61,7 +61,7 @@ def test_manifest_describes_the_folder(exported_folder):
     assert manifest.pipeline == "StableDiffusionPipeline"
     assert manifest.image_to_image and not manifest.controlnet
     assert manifest.merging["0"] == (None, None)
-    assert manifest.merging["0.5"][0] == ToMeConfig(ratio=0.5)
+    assert manifest.merging["0.5"][0] == ToMeConfig(0.5, "interlace")
     assert manifest.versions["paddle"] == paddle.__version__
     assert [file.program.split("/")[0] for file in manifest.programs_of("unet")] == [
         "unet",
@@ -77,7 +77,13 @@ def test_manifest_describes_the_folder(exported_folder):
 
 @pytest.mark.parametrize(
     ("ratio", "settings"),
-    [(0.5, {"method": "kv", "window": 4}), (0.5, {"method": "todo"}), (0.75, {"method": "todo", "use_rand": True})],
+    [
+        (0.5, {"method": "default"}),
+        (0.5, {"method": "kv", "window": 4}),
+        (0.5, {"method": "todo"}),
+        (0.75, {"method": "todo", "use_rand": True}),
+        (0.5, {"method": "tomesd"}),
+    ],
 )
 def test_other_methods_are_exported_and_described(tiny, exported_folder, tmp_path, ratio, settings):
     """Each program is compared with eager while it is written."""
@@ -104,7 +110,15 @@ def test_exports_before_release_1_are_refused(exported_folder, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"match": "similarity", "merge_attn": "asymmetric"}, {}),
+        ({"match": "similarity", "merge_attn": "asymmetric"}, {"method": "default"}),
+        (
+            {"match": "similarity", "merge_attn": "asymmetric", "window": None, "proportional": False},
+            {"method": "default", "window": None, "proportional": False},
+        ),
+        (
+            {"match": "similarity", "merge_attn": "asymmetric", "use_rand": False, "seed": None},
+            {"method": "default", "use_rand": False},
+        ),
         ({"match": "similarity", "merge_attn": True, "blend": 1.0}, {"method": "symmetric"}),
         ({"match": "similarity", "merge_attn": "kv"}, {"method": "kv"}),
     ],
@@ -114,9 +128,20 @@ def test_exports_of_2x_are_read(exported_folder, tmp_path, settings, expected):
     shutil.copytree(exported_folder, folder)
     write_configs_of_2x(folder, settings)
     manifest = read_manifest(folder)
-    assert manifest.merging["0.5"][0] == ToMeConfig(**expected) and manifest.merging["0"] == (None, None)
-    assert manifest.methods[0.5] == method_in_words(ToMeConfig(**expected))
+    assert manifest.merging["0.5"][0] == ToMeConfig(0.5, **expected) and manifest.merging["0"] == (None, None)
+    assert manifest.methods[0.5] == method_in_words(ToMeConfig(0.5, **expected))
     assert load_pipeline(folder).unet.ratio == 0.5
+
+
+def test_exports_whose_method_was_the_default_are_read(exported_folder, tmp_path):
+    """Those of 3.0 name it, and all settings."""
+    folder, config = tmp_path / "old", ToMeConfig(0.5, "default")
+    shutil.copytree(exported_folder, folder)
+    write_configs(folder, lambda _: dataclasses.asdict(config))
+    manifest = read_manifest(folder)
+    assert manifest.merging == {"0.5": (config, config), "0": (None, None)}
+    assert manifest.methods[0.5] == "default" and not manifest.suits_gpu
+    assert read_manifest(exported_folder).methods[0.5] == "interlace" and read_manifest(exported_folder).suits_gpu
 
 
 @pytest.mark.parametrize("merge_attn", [True, "asymmetric"])
@@ -130,10 +155,17 @@ def test_exports_of_2x_whose_cells_merged_queries_are_refused(exported_folder, t
 
 def write_configs_of_2x(folder, settings):
     """Write settings as release 2.x did into an export's manifest."""
+    usual = dataclasses.asdict(ToMeConfig(0.5, "default"))
+    del usual["method"]
+    write_configs(folder, lambda _: usual | settings)
+
+
+def write_configs(folder, change):
+    """Write other configs into an export's manifest."""
     data = json.loads((folder / "tome.json").read_text())
-    for config in filter(None, (config for both in data["merging"].values() for config in both)):
-        del config["method"]
-        config.update(settings)
+    data["merging"] = {
+        ratio: [config and change(config) for config in both] for ratio, both in data["merging"].items()
+    }
     (folder / "tome.json").write_text(json.dumps(data))
 
 
@@ -194,7 +226,7 @@ def test_model_index_is_what_ppdiffusers_reads(exported_folder):
 
 
 def test_pipeline_is_unchanged_and_its_own_merging_is_exported(tiny, exported_folder, tmp_path):
-    tiny.apply_tome(ratio=0.25, use_rand=False)
+    tiny.apply_tome(ratio=0.25, min_tokens=64)
     try:
         before = traces(tiny.unet), traces(tiny.vae), traces(tiny.text_encoder), str(tiny.tome_summary())
         with paddle.no_grad():
@@ -205,7 +237,7 @@ def test_pipeline_is_unchanged_and_its_own_merging_is_exported(tiny, exported_fo
         assert before == (traces(tiny.unet), traces(tiny.vae), traces(tiny.text_encoder), str(tiny.tome_summary()))
         np.testing.assert_array_equal(before_export, after_export)
         assert manifest.ratios == (0.25,)
-        assert manifest.merging["0.25"][0].use_rand is False
+        assert manifest.merging["0.25"][0] == ToMeConfig(0.25, "interlace", min_tokens=64)
     finally:
         tiny.remove_tome()
 
@@ -214,7 +246,7 @@ def test_a_grid_of_one_row_is_known(tmp_path):
     """Paddle loses a side of 1 behind the first transformer: the next one seemed to have a grid of no fixed size."""
     dims = {"latent_height": 1, "latent_width": 8}
     traceable = programs.denoiser(unet(**ONE_LEVEL), None)
-    attach(traceable.layer.unet, ToMeConfig(0.5, sy=1), None)
+    attach(traceable.layer.unet, ToMeConfig(0.5, "default", sy=1), None)
     planned = ProgramFile("unet", size=Size(1, 8))
     saved = tracing.save(traceable, planned, tmp_path, "program", {**dims, "tokens": 7}, 1)
     assert max(saved.parity.values()) <= TOLERANCE
@@ -223,7 +255,7 @@ def test_a_grid_of_one_row_is_known(tmp_path):
 @pytest.mark.parametrize(("ratio", "groups"), [(0.01, 256), (0.5, 204)])
 def test_a_merge_map_where_only_keys_merge_has_every_token_alone(ratio, groups, tmp_path):
     model = unet(**ONE_LEVEL)
-    attach(model, ToMeConfig(ratio), None)
+    attach(model, ToMeConfig(ratio, "default"), None)
     traceable = programs.merge_map(model)
     dims = {"latent_height": 16, "latent_width": 16}
     planned = ProgramFile("merge_map", size=Size(16, 16), ratio=ratio)
@@ -457,7 +489,8 @@ def test_an_export_after_one_that_failed(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ratios": 0.8}, "ratio=0.8"),
+        ({"ratios": 0.95}, "ratio=0.95"),
+        ({"ratios": 0.8, "method": "default"}, "ratio=0.8"),
         ({"ratios": 0.6, "method": "todo"}, r"ratio=0.6 .* 0\.5, 0\.75 or 0"),
         ({"ratios": 0.75, "match": "grid"}, 'match is not a setting since release 3.0: .* method="todo"'),
         ({"ratios": 0.5, "merge_attn": "kv"}, "Pass method='kv'"),
@@ -475,10 +508,10 @@ def test_an_export_after_one_that_failed(tmp_path):
         ({"sizes": [(32, 32, 32)]}, "must be a list"),
         ({"sizes": 32.0}, r"sizes=32\.0 is not allowed"),
         ({"ratios": "0.5"}, "ratio='0.5' .* must be a number"),
-        ({"ratios": np.float32(0.8)}, r"ratio=.*0\.8.* is not allowed: it must be"),
+        ({"ratios": np.float32(0.95)}, r"ratio=.*0\.95.* is not allowed: it must be"),
         ({"format": "tflite"}, "format='tflite'.*'both'"),
         ({"ratios": 0, "merge_map": True}, "merge_map=True is not allowed: without a ratio above 0"),
-        ({"ratios": None, "use_rand": False}, "use_rand cannot be set without ratios"),
+        ({"ratios": None, "min_tokens": 9}, "min_tokens cannot be set without ratios"),
         ({"ratios": None, "method": "todo", "window": 8}, "window=8 is not allowed with method='todo'"),
     ],
 )
@@ -571,9 +604,9 @@ def test_command_rejects(options, message, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--ratio", "0.9"], "error: --ratio 0.9 is not allowed: it must be a number from 0"),
+        (["--ratio", "0.95"], "error: --ratio 0.95 is not allowed: it must be a number from 0 to 0.9375"),
         (["--ratio", "0.6", "--merging", "method=todo"], "error: --ratio 0.6 is not allowed: method='todo'"),
-        (["--merging", "ratio=0.9"], "error: ratio=0.9 is not allowed"),  # as it was written
+        (["--merging", "ratio=0.95"], "error: ratio=0.95 is not allowed"),  # as it was written
         (["--ratio", "0.5", "0.5000001"], "ratios 0.5 and 0.5000001 are the same"),
         (["--controlnet-ratio", "2"], "error: --controlnet-ratio 2.0 is not allowed: it must be a number"),
         (["--size", "132"], "error: --size 132x132 is not allowed"),

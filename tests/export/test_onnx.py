@@ -157,11 +157,12 @@ def test_the_other_format_is_an_error_with_a_remedy(onnx_folder, exported_folder
 def test_command_writes_both_formats(tmp_path, capsys):
     model, folder = tmp_path / "model", tmp_path / "export"
     tiny_pipeline().save_pretrained(str(model))
-    command = ["export", "--model", str(model), "--output", str(folder), "--ratio", "0.5", "--merging", "seed=7"]
+    command = ["export", "--model", str(model), "--output", str(folder), "--ratio", "0.5", "--merging", "min_tokens=9"]
     assert main([*command, "--size", "32x32", "--format", "both"]) == 0
     manifest = read_manifest(folder, verify=True)
     assert manifest.formats == ("paddle", "onnx") and manifest.sizes == (Size(32, 32),)
-    assert manifest.merging["0.5"][0].seed == 7 and not manifest.image_to_image
+    config = ToMeConfig(0.5, "interlace", min_tokens=9)
+    assert manifest.merging["0.5"] == (config, config) and not manifest.image_to_image
     printed, progress = capsys.readouterr()
     assert [line for line in progress.splitlines() if line.startswith("exporting")] == [
         "exporting unet 32x32, ratio 0.5 (1 of 3) …",
@@ -211,11 +212,15 @@ def check(traceable, tmp_path, converter, **dims):
 @pytest.mark.parametrize(
     ("architecture", "settings"),
     [
+        ({}, {}),
+        ({}, {"ratio": 0.9375}),
+        ({}, {"method": "tomesd"}),
         ({}, {"method": "tomesd", "use_rand": False}),
         ({}, {"ratio": 0.7, "method": "kv"}),
         ({}, {"method": "todo", "use_rand": True}),
         ({}, {"method": "todo", "ratio": 0.5}),
         ({}, {**ONNX_SETTINGS, "merge_mlp": True, "merge_crossattn": True, "sx": 3}),
+        ({**SDXL, **ONE_DEPTH}, {"method": "default"}),
         ({**SDXL, **ONE_DEPTH}, {}),
     ],
 )
@@ -429,6 +434,7 @@ def test_devices_choose_their_programs(own_folder, monkeypatch):
         ({}, True),
         ({"for_gpu": True}, False),
         ({"merging": {"0.5": [{"ratio": 0.5, "method": "tomesd"}, None], "0": [None, None]}}, False),
+        ({"merging": {"0.5": [{"ratio": 0.5, "method": "interlace"}, None], "0": [None, None]}}, False),
     ],
 )
 def test_an_export_for_cpus_is_a_warning_on_a_gpu(changes, is_slow, own_folder, monkeypatch, caplog):

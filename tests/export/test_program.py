@@ -5,30 +5,54 @@ The tests also export programs that break each rule, to show that the checks det
 
 import paddle
 import pytest
+from conftest import export_linked, tiny_pipeline
 from paddle.static import InputSpec
 from ppdiffusers.patches.tomesd_patch_utils import bipartite_soft_matching_random2d
 from program_reader import Variable, read_program
 from program_rules import EXPANDED, IN_PLACE, WAITS, ZEROS, broken_rules
 
 from ppdiffusers_tome import ToMeConfig, match_tokens, merge, unmerge
-from ppdiffusers_tome.attach.placement import tokens_kept
+from ppdiffusers_tome.attach.placement import placements, tokens_kept
 from ppdiffusers_tome.grid import Grid, count_dst
 from ppdiffusers_tome.inference import read_manifest
 
 CHANNELS = 32  # of tiny_pipeline's one level
 
 
-def test_merging_follows_the_rules(exported_folder):
-    manifest = read_manifest(exported_folder)
+@pytest.fixture(scope="module")
+def folder_of_pairs(exported_folder, tmp_path_factory):
+    """The same export by the method "default"."""
+    folder, manifest = tmp_path_factory.mktemp("pairs") / "out", read_manifest(exported_folder)
+    linked = [(exported_folder, file) for file in manifest.programs if not file.ratio]
+    options = {"linked": linked, "image_to_image": True, "method": "default"}
+    export_linked(tiny_pipeline(), folder, manifest.ratios, manifest.sizes, **options)
+    return folder
+
+
+@pytest.mark.parametrize("method", ["interlace", "default"])
+def test_merging_follows_the_rules(method, request):
+    folder = request.getfixturevalue("exported_folder" if method == "interlace" else "folder_of_pairs")
+    manifest, channels = read_manifest(folder), CHANNELS
     for file in manifest.programs_of("unet"):
-        program = read_program(exported_folder / file.program)
+        program = read_program(folder / file.program)
         grid = Grid(*(side // manifest.vae_factor for side in file.size))
-        n, d = grid.tokens, count_dst(grid, 2, 2)
-        r = n - tokens_kept(ToMeConfig(ratio=0.5), grid).queries
-        assert CHANNELS not in (n, d, n - d, r, n - r, n - d - r)  # otherwise an index could look like an expanded one
-        assert any(out.dtype == "float32" and out.shape == (-1, n, CHANNELS) for op in program for out in op.outputs)
-        assert ("scatter_nd_add" in {op.name for op in program}) == bool(file.ratio)
-        assert list(map(str, broken_rules(program, CHANNELS))) == [], file.name
+        # otherwise an index could look like an expanded one
+        assert channels not in (grid.tokens, *lengths_of_indices(method, grid))
+        tokens = (-1, grid.tokens, channels)
+        assert any(out.dtype == "float32" and out.shape == tokens for op in program for out in op.outputs)
+        has_pairs = bool(file.ratio) and method == "default"
+        assert ("scatter_nd_add" in {op.name for op in program}) == has_pairs
+        assert list(map(str, broken_rules(program, channels))) == [], file.name
+
+
+def lengths_of_indices(method, grid):
+    """How many tokens the programs have indices of, at ratio 0.5."""
+    n, config = grid.tokens, ToMeConfig(0.5, method)
+    if method == "interlace":
+        blocks = placements(tiny_pipeline().unet, config)
+        return [placement.kept(grid, False).keys for _, placement in blocks]
+    d, r = count_dst(grid, 2, 2), n - tokens_kept(config, grid).queries
+    return d, n - d, r, n - r, n - d - r
 
 
 # Programs that break a rule: tokens [B, N, C] on a grid of 6×8, of which R merge away

@@ -154,7 +154,7 @@ def test_controlnet_is_fused_with_the_unet(others, tmp_path):
     manifest = export_linked(pipe, tmp_path / "out", 0.5, [(32, 32)], controlnet=0.25, linked=linked)
     assert manifest.residuals == 3 and manifest.merging["0.5"][1].ratio == 0.25
     exported = load(tmp_path / "out")
-    assert "ratio 0.5: default; ControlNet at ratio 0.25: default" in str(exported.tome_summary())
+    assert "ratio 0.5: interlace; ControlNet at ratio 0.25: interlace" in str(exported.tome_summary())
     for settings in (
         {"image": image()},
         {"image": image(seed=1)},
@@ -267,7 +267,7 @@ def test_apply_tome_points_to_the_ratio_of_the_unet(exported):
 def test_summary_is_what_was_exported(exported):
     expected = """\
 unet: exported for 32x32, 48x32 (width x height), at ratio 0.5 now (pipe.unet.ratio)
-ratio 0.5: default
+ratio 0.5: interlace
 ratio 0: plain
 MACs: cannot be counted for this kind of model"""
     summary = exported.tome_summary()

@@ -1,0 +1,163 @@
+"""Exports of interlace: they keep other tokens in each turn, as eager does, and a block moves them by one gather."""
+
+import numpy as np
+import onnx
+import paddle
+import pytest
+from conftest import tiny_pipeline
+from program_reader import read_program
+
+from ppdiffusers_tome import ToMeConfig
+from ppdiffusers_tome.attach import passes
+from ppdiffusers_tome.attach.attach import attach
+from ppdiffusers_tome.attach.passes import gpu_form
+from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.export import programs, tracing
+from ppdiffusers_tome.export.conversion import Converter
+from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.inference import OnnxRuntime, OpenVinoRuntime, PaddleRuntime, ProgramFile, Size, read_manifest
+from ppdiffusers_tome.methods.turns import turn_table
+from ppdiffusers_tome.run.folder import ExportedFolder
+from ppdiffusers_tome.summary import tome_summary
+
+RUNTIMES = {
+    "paddle": PaddleRuntime(threads=1, onednn=False),
+    "onnxruntime": OnnxRuntime(threads=1),
+    "openvino": OpenVinoRuntime(threads=1),
+}
+TIMESTEPS = (999, 481, 480, 1)
+SIDE = 16  # of the latents, which are the tokens
+CHANNELS = 32  # of tiny_pipeline's one level
+CONFIG = ToMeConfig(0.75, "interlace")
+
+
+def merged_unet(config=CONFIG):
+    unet = tiny_pipeline().unet
+    unet.eval()
+    attach(unet, config, None)
+    return unet
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the programs of a UNet and of its merge map, in all formats."""
+    folder = tmp_path_factory.mktemp("interlace")
+    dims = {"latent_height": SIDE, "latent_width": SIDE, "tokens": 7}
+    with Converter() as converter:
+        for name, make in (("unet", lambda unet: programs.denoiser(unet, None)), ("merge_map", programs.merge_map)):
+            planned = ProgramFile(name, size=Size(SIDE, SIDE), ratio=CONFIG.ratio)
+            tracing.save(make(merged_unet()), planned, folder, name, dims, 1, converter)
+    return folder
+
+
+def load(folder, name, runtime):
+    """A program of the folder in a runtime."""
+    of_paddle = next(path for path in (folder / name).iterdir() if path.suffix in (".json", ".pdmodel"))
+    params, (of_onnx,) = of_paddle.with_suffix(".pdiparams"), (folder / name).glob("*.onnx")
+    paths = {"program": of_paddle, "params": params, "onnx": of_onnx}
+    file = ProgramFile(name, **{key: path.relative_to(folder).as_posix() for key, path in paths.items()})
+    return RUNTIMES[runtime].load(ExportedFolder(folder), file)
+
+
+def inputs_at(timestep):
+    random = np.random.RandomState(timestep)
+    return {
+        "sample": paddle.to_tensor(random.standard_normal([2, 4, SIDE, SIDE]).astype("float32")),
+        "timestep": paddle.to_tensor([float(timestep)]),
+        "encoder_hidden_states": paddle.to_tensor(random.standard_normal([2, 7, 32]).astype("float32")),
+    }
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_a_program_equals_eager_in_every_turn(runtime, folder, monkeypatch):
+    program, unet = load(folder, "unet", runtime), merged_unet()
+    assert len({int(turn_table()[timestep]) for timestep in TIMESTEPS} - {0}) == 3
+    for timestep in TIMESTEPS:
+        inputs = inputs_at(timestep)
+        with paddle.no_grad():
+            expected = unet(**inputs, return_dict=False)[0].numpy()
+        (actual,) = program(**inputs)
+        np.testing.assert_allclose(actual.numpy(), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    monkeypatch.setattr(passes, "turn_at", lambda timestep, table: paddle.zeros([1], "int64"))
+    with paddle.no_grad():
+        in_another_turn = unet(**inputs, return_dict=False)[0].numpy()
+    assert np.abs(in_another_turn - expected).max() > 1e-4 * np.abs(expected).max(), "far more than the tolerance"
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_the_merge_map_is_that_of_the_turn(runtime, folder):
+    """It is equal within a turn, whatever the sample is, and another one in each other turn."""
+    program, turns, maps = load(folder, "merge_map", runtime), turn_table().numpy(), {}
+    for timestep in range(0, 1001, 50):
+        inputs = inputs_at(timestep)
+        (groups,) = program(sample=inputs["sample"], timestep=inputs["timestep"])
+        groups = groups.numpy()
+        assert groups.shape == (2, SIDE * SIDE)
+        assert [len(np.unique(image)) for image in groups] == [groups_of_first_block()] * 2
+        maps.setdefault(int(turns[timestep]), []).append(groups[0])
+    assert len(maps) > 8
+    for of_turn in maps.values():
+        assert all(np.array_equal(groups, of_turn[0]) for groups in of_turn)
+    assert len({of_turn[0].tobytes() for of_turn in maps.values()}) == len(maps)
+
+
+def groups_of_first_block():
+    return tome_summary(merged_unet(), SIDE, SIDE).blocks[0].kept_keys
+
+
+def test_a_block_moves_its_tokens_by_one_gather(exported_folder):
+    """The keys and values of each block that merges, which at 0.5 is not the last one; the plain program has none."""
+    manifest = read_manifest(exported_folder)
+    summary = tome_summary(merged_unet(ToMeConfig(0.5, "interlace")), SIDE, SIDE)
+    merging = [block.kept_keys < block.grid.tokens for block in summary.blocks]
+    assert merging == [True] * (len(merging) - 1) + [False]
+    for file in manifest.programs_of("unet"):
+        tokens = (-1, (file.size.height // manifest.vae_factor) * (file.size.width // manifest.vae_factor), CHANNELS)
+        program = read_program(exported_folder / file.program)
+        moving = [op for op in program if op.inputs and op.inputs[0].shape == tokens and op.name in MOVES]
+        assert len(moving) == (sum(merging) if file.ratio else 0), file.name
+        assert all(op.outputs[0].shape[1] < tokens[1] for op in moving)
+        assert not {"scatter_nd_add", "argsort", "arg_max", "argmax"} & {op.name for op in program}
+
+
+MOVES = ("gather", "gather_nd", "index_select", "take_along_axis", "index_sample")
+
+
+def test_an_onnx_program_has_a_gather_of_tokens_and_one_of_indices_in_each_block(folder):
+    """And once in a pass one that reads the turn."""
+    (path,) = (folder / "unet").glob("*.onnx")
+    merged = onnx.load(str(path), load_external_data=False).graph
+    constants = {tensor.name for tensor in merged.initializer}
+    constants |= {node.output[0] for node in merged.node if node.op_type == "Constant"}
+    gathers = [node for node in merged.node if node.op_type.startswith("Gather")]
+    of_tables = [node for node in gathers if node.input[0] in constants and node.input[1] not in constants]
+    of_turn = [node for node in of_tables if any(node.output[0] in other.input for other in of_tables)]
+    blocks = len(find_blocks(tiny_pipeline().unet))
+    moving = [node for node in gathers if node not in of_tables and node.input[1] not in constants]
+    assert (len(of_turn), len(of_tables), len(moving)) == (1, 1 + blocks, blocks)
+
+
+def test_a_program_for_gpus_is_the_same(tmp_path):
+    """The method has no other form, and an export for CPUs suits GPUs too."""
+    dims, names = {"latent_height": SIDE, "latent_width": SIDE}, {}
+    for is_for_gpu in (False, True):
+        with gpu_form(is_for_gpu):
+            traceable = programs.denoiser(merged_unet(), None)
+            path, _ = tracing.write_program(traceable, tmp_path / f"{is_for_gpu}", dims, "UNet")
+        names[is_for_gpu] = sorted(op.name for op in read_program(path) if "gather" in op.name)
+    assert names[False] == names[True] != []
+
+
+def test_the_command_without_a_method_exports_interlace(tmp_path, capsys):
+    """At 0.75, or at the ratios that are named, also for GPUs."""
+    model = tmp_path / "model"
+    tiny_pipeline().save_pretrained(str(model))
+    for options, ratios in (([], (0.75,)), (["--ratio", "0.5", "0", "--for-gpu"], (0.5, 0))):
+        output = tmp_path / f"out{len(options)}"
+        command = ["export", "--model", str(model), "--output", str(output), "--size", "32", "--format", "paddle"]
+        assert main([*command, *options]) == 0
+        manifest = read_manifest(output)
+        config = ToMeConfig(ratios[0], "interlace")
+        assert manifest.ratios == ratios and manifest.merging[f"{ratios[0]:g}"] == (config, config)
+        assert manifest.for_gpu == ("--for-gpu" in options) and manifest.suits_gpu
+        assert "merging: interlace" in capsys.readouterr().out
