@@ -68,7 +68,7 @@ class EagerEngine(Engine):
 class ColorEngine(FakeEngine):
     """Images whose upper half is the further from plain the higher the ratio is."""
 
-    methods: ClassVar = {ratio: "symmetric" if ratio else "" for ratio in RATIOS}
+    methods: ClassVar = {0.5: "symmetric", 0.25: "symmetric", 0.75: "interlace", 0.0: ""}
     maps: ClassVar = {ratio: (np.arange(48).reshape(6, 8) * (1 - ratio)).astype(int) for ratio in RATIOS}
     seconds: ClassVar = {}  # of a step, by ratio
     held = None  # a ratio whose first step waits until the gate is set
@@ -97,7 +97,7 @@ def bundled():
 
     def load():
         if not MODEL:
-            return EagerEngine(load_bundled(), methods={0.5: "symmetric", 0.0: ""})
+            return EagerEngine(load_bundled(), methods={0.5: "interlace", 0.0: ""})
         engine = load_engine(Path(MODEL), threads=1)
         for job in warm_up_jobs(limits, 2.0):
             engine.generate([job])
@@ -543,6 +543,10 @@ def test_first_press(browser, fake):
         )
         expect(page.locator("#method")).to_contain_text("Method: symmetric")
         assert page.locator("#method-terms .term").all_inner_texts() == ["Window", "Proportional"]
+        page.select_option("#tome_ratio", "0.75")
+        expect(page.locator("#method")).to_contain_text("Method: interlace")
+        assert page.locator("#method-terms .term").all_inner_texts() == ["interlace"]
+        page.select_option("#tome_ratio", "0.5")
         assert serious_findings(page) == []
         generate(page)
         page.click("#measures [data-term=ssim]")

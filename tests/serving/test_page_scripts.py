@@ -18,16 +18,18 @@ ROOT = Path(__file__).parents[2]
 NODE = shutil.which("node")
 SETTINGS = (
     {},
-    {"window": None, "proportional": False},
-    {"window": 8},
+    {"max_downsample": 2, "min_tokens": 64},
+    {"method": "default"},
+    {"method": "default", "window": None, "proportional": False},
+    {"method": "default", "window": 8},
     {"method": "symmetric"},
     {"method": "symmetric", "proportional": False},
     {"method": "tomesd"},
     {"method": "kv", "sx": 4, "use_rand": False, "max_downsample": 2},
     {"method": "todo"},
     {"method": "todo", "use_rand": True},
-    {"merge_crossattn": True, "merge_mlp": True, "min_tokens": 64},
-    {"merge_attn": False, "merge_mlp": True},
+    {"method": "default", "merge_crossattn": True, "merge_mlp": True, "min_tokens": 64},
+    {"method": "default", "merge_attn": False, "merge_mlp": True},
 )
 
 

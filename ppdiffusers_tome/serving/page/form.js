@@ -9,6 +9,7 @@ const COUNT_DELAY = 300; // ms after the last key
 const IN_WINDOWS = "^(default|symmetric|kv)\\b"; // the methods with windows, whose tokens merge with weights
 // The terms that explain a method, each with the methods that it is part of, in the server's words.
 const EXPLAINED = {
+  interlace: /^interlace\b/,
   default: /^default\b(?!.*not around self-attention)/,
   window: new RegExp(`${IN_WINDOWS}(?!.*whole grid)`),
   proportional: new RegExp(`${IN_WINDOWS}(?!.*not proportional)`),

@@ -11,7 +11,7 @@ import { text, translate } from "./texts.js";
 import { startViewer } from "./zoom.js";
 
 const REPEATS = 3; // of "Measure again"
-const TERMS = ["token", "ratio", "default", "window", "proportional", "psnr", "ssim"];
+const TERMS = ["token", "ratio", "interlace", "default", "window", "proportional", "psnr", "ssim"];
 
 let model = null; // as in GET /v1/models
 let controller = null; // AbortController of the current run
