@@ -160,7 +160,7 @@ def test_all_commands_have_the_options(command, capsys):
         main([command, "--help"])
     printed = capsys.readouterr().out
     assert "--merging SETTINGS" in printed and "--config FILE" in printed
-    assert f"--method {{{','.join(METHODS)}}}" in printed and [*METHODS][0] == "interlace"
+    assert f"--method {{{','.join(METHODS)}}}" in printed and next(iter(METHODS)) == "interlace"
 
 
 @pytest.mark.parametrize(
