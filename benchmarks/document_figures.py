@@ -314,6 +314,46 @@ def arm_psnr(images: str, *name: str) -> str:
     return f"{arm_of(images, ' '.join(name))['psnr']:.1f}"
 
 
+# The functions that a document may name.
+LOOKUPS: dict[str, Callable[..., Any]] = {
+    "memory": memory,
+    "on_gpu": on_gpu,
+    "predicted_on_gpu": predicted_on_gpu,
+    "on_cpu": on_cpu,
+    "gpu_row": gpu_row,
+    "loader_gain": loader_gain,
+    "gpu_gain": gpu_gain,
+    "cpu_gain": cpu_gain,
+    "sdxl_block": sdxl_block,
+    "choice": choice,
+    "by_runtime": by_runtime,
+    "block": block,
+    "image_speed_up": image_speed_up,
+    "arm_psnr": arm_psnr,
+}
+
+
+# results.md ----------------------------------------------------------------------------------------------------------
+
+SETS = {"scenes_sd_256": "scenes", "scenes_sd_256_photographs": "photographs", "emoji_sd_128": "simple images"}
+ARMS = (  # of alternatives_*.json on the page, where a result has them
+    "interlace 0.5",
+    "interlace 0.75",
+    "interlace 0.875",
+    "default 0.25",
+    "default 0.5",
+    "default 0.7",
+    "todo 0.75",
+    "tomesd 0.25",
+    "tomesd 0.5",
+    "10 steps",
+    "10 steps + interlace 0.75",
+    "DeepCache 2",
+    "DeepCache 2 + interlace 0.75",
+    "another seed",
+)
+
+
 def write_results(output: Path) -> str:
     """Write results.md into a folder; returns its text."""
     functions = (value, count, macs_saved, on_gpu, noise, nearer_than_tomesd, separated_by_kid)

@@ -31,12 +31,12 @@ def test_results_page_is_that_of_the_results(tmp_path):
 def test_arms_that_a_result_lacks_have_no_row(monkeypatch):
     results = {f"alternatives_{images}": deepcopy(figures.read(f"alternatives_{images}")) for images in figures.SETS}
     for images, result in results.items():
-        lacking = {"tomesd 0.5", *(["kv 0.75"] if "photographs" in images else [])}
+        lacking = {"tomesd 0.5", *(["todo 0.75"] if "photographs" in images else [])}
         result["arms"] = [arm for arm in result["arms"] if arm["name"] not in lacking]
     monkeypatch.setattr(figures, "read", results.__getitem__)
     rows = {line.split(" | ")[0]: line for line in figures.table_of_images().splitlines()}
-    assert "| tomesd 0.5" not in rows and "| kv 0.75" in rows
-    assert rows["| kv 0.75"].split(" | ")[5:7] == ["–", "–"] and "–" not in rows["| default 0.5"]
+    assert "| tomesd 0.5" not in rows and "| todo 0.75" in rows
+    assert rows["| todo 0.75"].split(" | ")[5:7] == ["–", "–"] and "–" not in rows["| default 0.5"]
 
 
 CALL = r"`(pipe\.apply_tome\(ratio=.*?\))`"
