@@ -362,9 +362,10 @@ class Scaled(AttnProcessor):
         (Deaf, {**DEFAULT, "proportional": False}, DEFAULT, "proportional=True: Deaf"),
         (Mixing, TOMESD, {"method": "symmetric"}, "proportional=True: Mixing attends to other tokens than its own"),
         (Mixing, TOMESD, ASYMMETRIC, "method='default': Mixing computes keys or values from other tokens"),
-        (Mixing, TOMESD, INTERLACE, "method='interlace': Mixing computes keys or values from other tokens"),
         (Scaled, {"method": "symmetric"}, DEFAULT, "method='default': Scaled computes keys or values from other"),
-        (Scaled, {"method": "symmetric"}, INTERLACE, "method='interlace': Scaled computes keys or values from other"),
+        # Each frame keeps the same positions, so keys may be those of other tokens.
+        (Mixing, INTERLACE, ASYMMETRIC, "method='default': Mixing computes keys or values from other tokens"),
+        (Scaled, INTERLACE, DEFAULT, "method='default': Scaled computes keys or values from other"),
         # It asks for no mask, and divides the channels among the heads itself.
         (
             CrossFrameAttnProcessor2_5,

@@ -470,6 +470,7 @@ OF_2X = {  # all settings of a file or export of 2.x
 UPGRADED = [  # what of those differs from the defaults of 2.x, and the settings that it is now
     ({}, {"method": "default"}),
     ({"ratio": 0.25, "seed": 7, "window": 8}, {"method": "default", "ratio": 0.25, "seed": 7, "window": 8}),
+    ({"seed": None, "use_rand": False}, {"method": "default", "use_rand": False}),  # it chose nothing
     ({"blend": 1.0}, {"method": "default"}),
     ({"merge_attn": True}, {"method": "symmetric"}),
     ({"merge_attn": True, "window": None}, {"method": "symmetric", "window": None}),

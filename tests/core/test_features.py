@@ -482,5 +482,8 @@ def test_models_in_half_precision_stay_in_it(unet, half, autocast, method, moves
         np.testing.assert_array_equal(dtypes(unet.remove_tome(), dtype)[1], before)
     assert merged == plain != full
     assert len(moved) == moves * 7 and all(dtype_in == dtype_out for dtype_in, dtype_out in moved)
-    assert {str(dtype_in).split(".")[-1] for dtype_in, _ in moved} == ({half, "float32"} if autocast else {half})
+    expected = {half, "float32"} if autocast else {half}
+    if autocast and method["method"] == "interlace":
+        expected = {"float32"}  # only the output of a norm moves, to keys and values
+    assert {str(dtype_in).split(".")[-1] for dtype_in, _ in moved} == expected
     assert np.abs(after - before).max() > 1e-3
