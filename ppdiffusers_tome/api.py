@@ -50,7 +50,7 @@ def apply_tome(
     controlnet: bool | float = True,
     **unknown: Any,
 ) -> PipelineOrModel:
-    """Let attention work with fewer tokens in a pipeline's denoisers, or in one model. A second call replaces the first.
+    """Let attention compute with fewer tokens in a pipeline's denoisers, or in one model. The last call counts.
 
     Args:
         target: a ppdiffusers pipeline, or a model such as `pipe.unet`. Merging works in UNets (including those of
@@ -59,8 +59,8 @@ def apply_tome(
         ratio: share of the tokens to leave out. The main setting: a higher ratio is faster, and the image differs
             more from the plain one. None: the ratio of `config`, or the method's default. With the default method it
             is the share of keys and values that attention leaves out, from 0 to 15/16, and 0.75 by default.
-        method: how tokens merge: one of `ppdiffusers_tome.methods.METHODS`, by default "interlace". It brings its own
-            defaults.
+        method: how tokens merge: "interlace", the default, "todo", "tomesd", "default" (the default before 3.0),
+            "symmetric" or "kv". It brings its own defaults.
         max_downsample, sx, sy, use_rand, seed, window, proportional, merge_attn, merge_crossattn, merge_mlp,
             min_tokens: as in `ToMeConfig`, which describes them with their ranges and defaults.
         config: all settings but `controlnet` at once: a ToMeConfig, or a file that `ToMeConfig.save` wrote. Settings

@@ -116,9 +116,9 @@ class ToMeConfig:
     Source: names and meanings are those of tomesd (Bolya & Hoffman 2023, arXiv:2303.17604), with these differences:
     `method`, `seed`, `window`, `proportional` and `min_tokens` are new; a ratio above the maximum is an error, where
     tomesd silently lowers it; and `max_downsample` defaults to None, where tomesd's default of 1 merges nothing in
-    SDXL. "interlace" was found for this package. `proportional` is the proportional attention of ToMe for ViT (Bolya et al. 2022, arXiv:2210.09461). "todo" is
-    ToDo (Smith et al. 2024, arXiv:2402.13573). "default" is related to AsymRnR (Sun et al. 2024, arXiv:2412.11706),
-    which removes other tokens from queries than from keys and values.
+    SDXL. "interlace" was found for this package. `proportional` is the proportional attention of ToMe for ViT (Bolya
+    et al. 2022, arXiv:2210.09461). "todo" is ToDo (Smith et al. 2024, arXiv:2402.13573). "default" is related to
+    AsymRnR (Sun et al. 2024, arXiv:2412.11706), which removes other tokens from queries than from keys and values.
 
     Example:
         >>> ToMeConfig().ratio, ToMeConfig(method="tomesd").ratio
@@ -247,7 +247,7 @@ class ToMeConfig:
 
 
 def _adapt(cls: type) -> None:
-    """Let the class raise ToMeConfigError in place of pydantic's errors, and show its types without their checks."""
+    """Let the class raise ToMeConfigError in place of pydantic's errors, and show the types and defaults of a call."""
     init = cls.__init__  # type: ignore[misc]
 
     @functools.wraps(init)
@@ -259,7 +259,9 @@ def _adapt(cls: type) -> None:
 
     types = get_type_hints(cls)
     shown = inspect.signature(cls).parameters
-    parameters = [parameter.replace(annotation=types[name]) for name, parameter in shown.items()]
+    method = METHODS[DEFAULT_METHOD]
+    usual = {**{name: parameter.default for name, parameter in shown.items()}, **method.defaults(2, 2), **method.fixed}
+    parameters = [one.replace(annotation=types[name], default=usual[name]) for name, one in shown.items()]
     cls.__init__ = __init__  # type: ignore[misc]
     cls.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
 

@@ -17,7 +17,7 @@ from paddle import nn
 
 from ..errors import ToMeConfigError, ToMePassError
 from ..families.grids import token_grid
-from ..families.models import gets_timestep, is_chunked
+from ..families.models import gets_timestep, is_chunked, use_old_recompute
 from ..families.table import FIRST, Family
 from ..grid import Grid
 from ..methods.method import Form, Kept
@@ -198,6 +198,12 @@ class TimestepWrap(Wrap):
         self._tables = Cache()
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
+        if layer.training and use_old_recompute():
+            raise ToMePassError(
+                "FLAG_USE_OLD_RECOMPUTE runs whole transformers again for the gradients, where their timestep is not "
+                "known, and this method chooses other tokens at each timestep: unset the flag, or pass another method "
+                'to apply_tome(), such as "todo".'
+            )
         self._thread.current = read_timestep(_first(args, kwargs), self._tables)
         return self.forward(layer, *args, **kwargs)
 

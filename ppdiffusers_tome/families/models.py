@@ -221,8 +221,8 @@ def _facts_of(block: nn.Layer, family: Family) -> Block | None:
 def _timestep_layer(denoiser: nn.Layer, family: Family) -> nn.Layer | None:
     """The layer of a denoiser whose first argument is the timestep; None if there is none.
 
-    It is inside the denoiser for the reason that `_grid_layer` has. A layer that embeds class labels too, or embeds the
-    logarithm of a noise level, does not show the timestep.
+    It is inside the denoiser for the reason that `_grid_layer` has. A layer that embeds class labels too, or embeds
+    the logarithm of a noise level, does not show the timestep.
     """
     layers = (getattr(denoiser, name, None) for name in family.timestep_inputs)
     layer = next((layer for layer in layers if layer is not None), None)

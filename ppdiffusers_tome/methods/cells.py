@@ -17,7 +17,7 @@ from ..grid import Grid, choose_dst, constant, count_dst
 from ..tensors import gather
 from .method import Kept, Method, Settings
 from .plan import MergePlan, PlainPlan, check_metric, count_batch
-from .turns import Turn
+from .turns import FIRST_TURN, Turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,9 @@ class Cells(Method):
         random_key = (settings.seed, block) if settings.use_rand else None
         return cell_constants(grid, settings.sx, settings.sy, random_key, _per_cell(settings.ratio, settings))
 
-    def plan(self, metric: paddle.Tensor, constants: "CellConstants", kept: Kept, turn: Turn = Turn()) -> MergePlan:
+    def plan(
+        self, metric: paddle.Tensor, constants: "CellConstants", kept: Kept, turn: Turn = FIRST_TURN
+    ) -> MergePlan:
         with paddle.no_grad():
             return CellPlan(constants=constants, batch=count_batch(metric))
 

@@ -17,7 +17,7 @@ from ..grid import Grid, constant
 from ..tensors import count_rows, gather
 from .method import Kept, Method, Settings
 from .plan import MergePlan, count_batch
-from .turns import TURNS, Turn
+from .turns import FIRST_TURN, TURNS, Turn
 
 SIDE = 4  # tokens along each side of a cell
 PARTS = SIDE * SIDE  # of the tokens, one position of each cell each; a block keeps a number of them
@@ -41,7 +41,7 @@ class Interlace(Method):
         """The share of keys that each block loses: whole parts, which are `settings.ratio` on average.
 
         Nearly all of the damage is done by the last block of a UNet, whose output no other block corrects. It keeps
-        `LAST_SHARE` times the average, at most all, and the others share the rest. Every block keeps one part at least.
+        `LAST_SHARE` times the average, at most all, and the others share the rest. Each block keeps a part at least.
 
         Raises:
             ParameterError: the ratio is above 0, and rounds to nothing in every block.
@@ -66,7 +66,7 @@ class Interlace(Method):
         return interlace_constants(grid, PARTS - (kept.tokens - kept.keys) // cells, block)
 
     def plan(
-        self, metric: paddle.Tensor, constants: "InterlaceConstants", kept: Kept, turn: Turn = Turn()
+        self, metric: paddle.Tensor, constants: "InterlaceConstants", kept: Kept, turn: Turn = FIRST_TURN
     ) -> MergePlan:
         with paddle.no_grad():
             return InterlacePlan(constants=constants, batch=count_batch(metric), turn=turn)

@@ -9,7 +9,7 @@ import paddle
 
 from ..grid import Grid, count_dst
 from .plan import MergePlan
-from .turns import Turn
+from .turns import FIRST_TURN, Turn
 
 _ROUNDING = 1e-9  # tolerance: larger than the rounding error of N·ratio, for millions of tokens
 
@@ -65,7 +65,7 @@ class Form(ABC):
         metric: paddle.Tensor,  # [B, N, C] floating point
         constants: Any,
         kept: Kept,  # fewer keys than tokens
-        turn: Turn = Turn(),
+        turn: Turn = FIRST_TURN,
     ) -> MergePlan:
         """Choose which tokens merge. No gradient flows through the choice."""
 

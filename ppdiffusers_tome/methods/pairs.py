@@ -19,7 +19,7 @@ from ..grid import Grid, choose_dst, constant, count_dst, window_of
 from ..tensors import HALF, LARGEST, cast, finite_or_zero, full_precision, gather
 from .method import Form, Kept, Method, Settings
 from .plan import MergePlan, PlainPlan, check_metric, count_batch
-from .turns import TURNS, Turn
+from .turns import FIRST_TURN, TURNS, Turn
 from .windows import WindowForm, equal_windows
 
 _STABLE = {"stable": True} if "stable" in inspect.signature(paddle.argsort).parameters else {}  # from Paddle 3 on
@@ -36,7 +36,9 @@ class Pairs(Method):
         random_key = (settings.seed, block) if settings.use_rand else None
         return pair_constants(grid, settings.sx, settings.sy, random_key, settings.window)
 
-    def plan(self, metric: paddle.Tensor, constants: "PairConstants", kept: Kept, turn: Turn = Turn()) -> MergePlan:
+    def plan(
+        self, metric: paddle.Tensor, constants: "PairConstants", kept: Kept, turn: Turn = FIRST_TURN
+    ) -> MergePlan:
         return plan_pairs(metric, constants, kept.tokens - kept.queries, kept.tokens - kept.keys)
 
     def pairs_compared(self, grid: Grid, settings: Settings) -> int:
@@ -71,13 +73,19 @@ class TurningPairs(Pairs):
             return super().constants(grid, settings, kept, block)
         return turning_constants(grid, settings.sx, settings.sy, (settings.seed, block))
 
-    def plan(self, metric: paddle.Tensor, constants: "PairConstants", kept: Kept, turn: Turn = Turn()) -> MergePlan:
+    def plan(
+        self, metric: paddle.Tensor, constants: "PairConstants", kept: Kept, turn: Turn = FIRST_TURN
+    ) -> MergePlan:
         return super().plan(metric, constants.in_turn(turn), kept, turn)
 
 
 DEFAULT = AsymmetricPairs("default", "the best pairs merge, keys and values more than queries")
 SYMMETRIC = Pairs("symmetric", "the best pairs merge, queries, keys and values alike; the default before 2.0")
-TOMESD = TurningPairs("tomesd", "the results of tomesd, also with its random dst in each step", fixed={"window": None, "proportional": False})
+TOMESD = TurningPairs(
+    "tomesd",
+    "the results of tomesd, also with its random dst in each step",
+    fixed={"window": None, "proportional": False},
+)
 KV = Pairs("kv", "the best pairs merge in keys and values only", merges_queries=False)
 
 
@@ -167,9 +175,7 @@ class PairConstants(NamedTuple):
         def chosen(table: paddle.Tensor) -> paddle.Tensor:
             return table[0] if turn.number is None else paddle.gather(table, turn.number).reshape([-1])
 
-        return self._replace(
-            dst=chosen(self.dst), src=chosen(self.src), inverse_order=chosen(self.inverse_order)
-        )
+        return self._replace(dst=chosen(self.dst), src=chosen(self.src), inverse_order=chosen(self.inverse_order))
 
 
 @paddle.jit.not_to_static  # constants, which Paddle would compute in the program

@@ -17,7 +17,7 @@ from ..grid import Grid, choose_dst, constant, window_of
 from ..tensors import cast, count_rows, finite_or_zero, full_precision, gather
 from .method import Form, Kept, Settings
 from .plan import MergePlan, PlainPlan, count_batch
-from .turns import Turn
+from .turns import FIRST_TURN, Turn
 
 # Tokens of a window: in smaller ones half a token is more than MAX_ROUNDING; matrix products grow with the square.
 MIN_WINDOW, MAX_WINDOW = 32, 512
@@ -113,7 +113,9 @@ class WindowForm(Form):
         random_key = (settings.seed, block) if settings.use_rand else None
         return window_constants(grid, settings.sx, settings.sy, random_key, settings.window)
 
-    def plan(self, metric: paddle.Tensor, constants: WindowConstants, kept: Kept, turn: Turn = Turn()) -> MergePlan:
+    def plan(
+        self, metric: paddle.Tensor, constants: WindowConstants, kept: Kept, turn: Turn = FIRST_TURN
+    ) -> MergePlan:
         """The plan of the best pairs of each window, the same number in every window."""
         count, p, q = constants.windows
         queries, keys = kept.queries // count, kept.keys // count

@@ -588,10 +588,30 @@ def test_gradient_checkpointing_runs_the_blocks_again_by_the_same_plan(unet, set
     assert all(np.allclose(actual[name], expected[name], atol=1e-6) for name in expected)
 
 
-@pytest.mark.parametrize("flag", ["FLAG_RECOMPUTE_USE_REENTRANT", "FLAG_USE_OLD_RECOMPUTE", None])
-@pytest.mark.parametrize("settings", [{}, {**DEFAULT, "window": 4}, {"method": "tomesd"}, {"method": "todo"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"method": "tomesd"}], ids=str)
+def test_old_recomputation_does_not_know_the_timestep(unet, settings, monkeypatch):
+    unet.train()
+    unet.apply_tome(**settings)
+    unet.enable_gradient_checkpointing()
+    monkeypatch.setenv("FLAG_USE_OLD_RECOMPUTE", "True")
+    with pytest.raises(ToMePassError, match=r"FLAG_USE_OLD_RECOMPUTE runs whole transformers again.*unset the flag"):
+        gradients(unet)
+    unet.eval()
+    run(unet)
+
+
+@pytest.mark.parametrize(
+    "settings, flag",
+    [
+        (settings, flag)
+        for settings in ({}, {**DEFAULT, "window": 4}, {"method": "tomesd"}, {"method": "todo"})
+        for flag in ("FLAG_RECOMPUTE_USE_REENTRANT", "FLAG_USE_OLD_RECOMPUTE", None)
+        if flag != "FLAG_USE_OLD_RECOMPUTE" or settings.get("method") in ("default", "todo")
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("sizes", [[(16, 24), (24, 16)], [(16, 16), (16, 16)]])
-def test_gradient_checkpointing_with_passes_in_between(unet, flag, settings, sizes, monkeypatch):
+def test_gradient_checkpointing_with_passes_in_between(unet, settings, flag, sizes, monkeypatch):
     """Two passes, of other grids or timesteps, before one backward pass: each block runs again as in its own pass."""
     without_random_state(monkeypatch)
     changes = [
