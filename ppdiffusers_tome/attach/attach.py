@@ -124,16 +124,21 @@ def _install(block: MergeableBlock, placement: Placement) -> None:
     if not isinstance(grid, GridWrap):
         grid = GridWrap(placement)
         install(block.grid_layer, grid)
-    timestep = None
-    if placement.takes_turns and block.timestep_layer is not None:
-        timestep = wrap_of(block.timestep_layer)
-        if not isinstance(timestep, TimestepWrap):
-            timestep = TimestepWrap()
-            install(block.timestep_layer, timestep)
-    install(block.block, BlockWrap(placement, grid, timestep))
+    install(block.block, BlockWrap(placement, grid, _timestep_wrap(block) if placement.takes_turns else None))
     for layer, wrap in _inner_wraps(block, placement):
         wrap.block = block.block
         install(layer, wrap)
+
+
+def _timestep_wrap(block: MergeableBlock) -> TimestepWrap | None:
+    """The wrap that sees the timestep, which is installed with the first block; None if no layer shows it."""
+    if block.timestep_layer is None:
+        return None
+    wrap = wrap_of(block.timestep_layer)
+    if not isinstance(wrap, TimestepWrap):
+        wrap = TimestepWrap()
+        install(block.timestep_layer, wrap)
+    return wrap
 
 
 def _inner_wraps(block: MergeableBlock, placement: Placement) -> Iterator[tuple[nn.Layer, InnerWrap]]:

@@ -269,10 +269,11 @@ class BlockWrap(PlacedWrap):
         """The timestep of the pass that runs; None if it is not read."""
         if self.timestep is not None:
             return self.timestep.current()
-        if not (self.placement.takes_turns and gets_timestep(layer, self.placement.facts)):
+        name = self.placement.facts.timestep
+        if name is None or not (self.placement.takes_turns and gets_timestep(layer, self.placement.facts)):
             return None
         arguments = inspect.signature(type(layer).forward).bind(layer, None, *args, **kwargs).arguments
-        timestep = arguments.get(self.placement.facts.timestep)
+        timestep = arguments.get(name)
         # Blocks that get the timestep are those of images. One timestep may be that of both halves of guidance.
         return None if timestep is None else read_timestep(timestep, self._constants)._replace(batch=-1)
 
