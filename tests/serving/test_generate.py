@@ -355,7 +355,7 @@ def test_image_has_metadata_and_does_not_depend_on_its_batch(tmp_path, exported_
     }.items()  # fmt: skip
     text = fox.text["parameters"]
     assert "Seed: 7" in text and f"Token merging method: {metadata['tome_method']}" in text
-    assert f"{engine.name}, ratio 0.5: default" in capsys.readouterr().out
+    assert f"{engine.name}, ratio 0.5: interlace" in capsys.readouterr().out
     job = Job("owl", 32, 32, 0.5, seed=42, negative_prompt="red", steps=2, guidance_scale=2.0)
     alone = engine.generate([job])[0].image
     assert np.abs(np.asarray(alone, int) - np.asarray(owl, int)).max() <= 1
