@@ -83,7 +83,7 @@ TABLE = {  # column of the frame → title and form of the table's
     "perceptual": ("ST-LPIPS", "{perceptual:.4f}"),
 }
 VARIANTS = {"_dpm_solver": "DPM-Solver++", "_10_steps": "10 steps", "_guidance_7.5": "guidance 7.5"}  # in file names
-SHEET = ("interlace 0.5", "interlace 0.75", "interlace 0.875", "tomesd 0.5", "10 steps")
+SHEET = ("interlace 0.5", "interlace 0.75", "interlace 0.875", "tomesd 0.5")
 
 
 def group_of(arm: Arm) -> str:

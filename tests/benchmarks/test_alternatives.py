@@ -7,9 +7,10 @@ import numpy as np
 import paddle
 import pandas as pd
 import pytest
-from conftest import inputs, traces
+from conftest import inputs, tiny_pipeline, traces
 from lab.arm import Arm
 from lab.quality.quality_plots import is_on_frontier
+from zoo.parts import unet as unet_of_zoo
 
 from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.comparison.results import read_json
@@ -98,6 +99,15 @@ def test_an_arm_that_is_no_faster_has_no_factor_and_no_place_on_the_frontier():
     frame = alternatives.read_frame({"steps": 1, "strength": None, "arms": entries, "timing": timing})
     assert frame["gain_onnxruntime"].map(str).tolist() == ["2.00×", "no difference"]
     assert frame["on_onnxruntime"].tolist() == [True, False]
+
+
+@pytest.fixture
+def model(tmp_path):
+    """The folder of a tiny pipeline with prompts. Its UNet has two levels, of which DeepCache reuses the second."""
+    folder = tmp_path / "model"
+    tiny_pipeline(unet=unet_of_zoo()).save_pretrained(str(folder))
+    (folder / "prompts.txt").write_text("a fox\nan owl\n")
+    return folder
 
 
 def test_a_result_is_continued_timed_and_reported_and_one_of_other_images_is_refused_or_replaced(
