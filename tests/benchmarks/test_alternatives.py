@@ -153,15 +153,20 @@ def test_a_result_is_continued_timed_and_reported_and_one_of_other_images_is_ref
     text = (tmp_path / "alternatives.md").read_text()
     assert "1 steps" in text and "| ONNX Runtime | Paddle Inference |" in text
     assert [path.stem for path in tmp_path.glob("*.png")] == [file.stem]
-    with pytest.raises(SystemExit, match="another steps: pass --restart"):
-        call(*images, "--steps", "3")
-    with pytest.raises(SystemExit, match="another steps: generate its images again, without --time"):
-        call(*images, "--steps", "3", "--time", "--restart")
+    others = [*about("3", "results"), *settings]
+    with pytest.raises(SystemExit, match="another prompts: pass --restart"):
+        call(*others)
+    with pytest.raises(SystemExit, match="another prompts: generate its images again, without --time"):
+        call(*others, "--time", "--restart")
     with pytest.raises(SystemExit, match="does not exist: generate its images first"):
         call(*about("2", "none"), *settings, "--time")
-    call(*images, "--steps", "3", "--restart", "--only", "interlace 0.75")
+    call(*others, "--restart", "--only", "interlace 0.75")
     restarted = read_json(file)
-    assert restarted["steps"] == 3 and [arm["name"] for arm in restarted["arms"]] == ["interlace 0.75"]
+    assert len(restarted["prompts"]) == 3 and [arm["name"] for arm in restarted["arms"]] == ["interlace 0.75"]
     assert restarted["timing"] is None
+    call(*images, "--restart", "--keep", "interlace 0.75", "--only", "1 steps")
+    kept, _ = read_json(file)["arms"]
+    (of_three,) = restarted["arms"]
+    assert kept["images"]["psnr"] == of_three["images"]["psnr"][:2] == first["interlace 0.75"]
     with pytest.raises(SystemExit):
         call(*images, "--only", "2 steps")
