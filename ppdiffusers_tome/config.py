@@ -184,7 +184,7 @@ class ToMeConfig:
         """A config with these settings in place of its own; a setting that has its default takes that of a new method.
 
         Example:
-            >>> ToMeConfig(sx=4).with_settings(method="todo")
+            >>> ToMeConfig(method="kv", sx=4).with_settings(method="todo")
             ToMeConfig(ratio=0.875, method='todo', sx=4)
         """
         own = self.changed_settings()

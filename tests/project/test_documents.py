@@ -26,8 +26,8 @@ from PIL import Image
 from zoo import ZOO
 
 import ppdiffusers_tome
-from ppdiffusers_tome import cli, config, grid, inference, wording
-from ppdiffusers_tome.methods import cells, pairs, plan
+from ppdiffusers_tome import ToMeConfig, cli, config, grid, inference, wording
+from ppdiffusers_tome.methods import METHODS, cells, pairs, plan
 
 RESULTS = ROOT / "benchmarks" / "results"
 NAMES = {"paddle": paddle, **{name: getattr(ppdiffusers_tome, name) for name in ppdiffusers_tome.__all__}}
@@ -45,12 +45,18 @@ def test_examples_in_docstrings(module):
 
 
 def test_api_document_has_the_defaults_of_apply_tome():
+    """Those that the default method does not have are marked: they are the defaults of other methods."""
     (settings,) = [rows for header, *rows in tables("docs/api.md") if header[1] == "default"]
-    documented = {}
+    documented, marked = {}, set()
     for names, values, _ in settings:
-        pairs = zip(names.split(","), values.split(","), strict=True)
-        documented |= {name.strip().strip("`"): value.strip().strip('`"') for name, value in pairs}
-    settings = {**vars(ppdiffusers_tome.ToMeConfig()), "config": None, "controlnet": True}
+        names, mark, _ = names.partition(" (¹)")
+        of_row = [name.strip().strip("`") for name in names.split(",")]
+        documented |= {name: value.strip().strip('`"') for name, value in zip(of_row, values.split(","), strict=True)}
+        marked |= {*of_row} if mark else set()
+    own, other = ToMeConfig(), ToMeConfig(method="default")
+    assert marked == {*METHODS[own.method].fixed}
+    settings = {name: getattr(other if name in marked else own, name) for name in vars(own)}
+    settings |= {"config": None, "controlnet": True}
     assert documented == {name: str(value) for name, value in settings.items()}
 
 
