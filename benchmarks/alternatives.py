@@ -15,7 +15,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,14 +108,8 @@ def reused_layers(arm: Arm, unet: nn.Layer) -> list[nn.Layer]:
 
 
 def arm_of(entry: dict[str, Any]) -> Arm:
-    """The arm of a result's entry; those before 3.0.0 have settings in which `merging` has arguments of ToMeConfig."""
-    settings = dict(entry["settings"])
-    if "merging" in settings:
-        for name in ("last_layer", "guided"):
-            settings.pop(name)
-        merging = settings.pop("merging")
-        settings["config"] = merging and asdict(ToMeConfig(**merging))
-    return Arm.from_json({name: value for name, value in settings.items() if name != "config" or value})
+    """The arm of a result's entry."""
+    return Arm.from_json(entry["settings"])
 
 
 def list_arms() -> list[Arm]:

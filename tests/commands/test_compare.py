@@ -498,7 +498,7 @@ def test_command_with_a_controlnet(tmp_path, capsys):
     assert main(["compare", "--model", str(EMOJI_SD), *options]) == 0
     with Image.open(tmp_path / "compare_64.jpg") as sheet:
         assert sheet.height > 3 * 64
-    assert "0.5" in capsys.readouterr().out
+    assert "interlace 0.75" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
