@@ -246,7 +246,7 @@ def row(name: str, of_schedule: Callable[[np.ndarray], np.ndarray], families: It
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("mode", nargs="?", choices=("score", "search"), default="score")
-    parser.add_argument("--tries", type=int, default=20_000_000, help="of the search (default: %(default)s)")
+    parser.add_argument("--tries", type=int, default=4_000_000, help="of the search (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the search (default: %(default)s)")
     options = parser.parse_args()
     if options.mode == "search":
