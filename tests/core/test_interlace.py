@@ -27,6 +27,8 @@ pytestmark = [
     # Paddle 3: its own zeros_like asks a static tensor for its place.
     pytest.mark.filterwarnings(r"ignore:(.|\n)*Tensor do not have 'place' interface:UserWarning"),
     pytest.mark.filterwarnings("ignore:Found 'dict' in given outputs:UserWarning"),
+    # Paddle 2.6 deprecates what its own arange does in a static program.
+    pytest.mark.filterwarnings(r"ignore:(.|\n)*The Attr\(force_cpu\):UserWarning"),
 ]
 
 TIMESTEPS = (999, 481, 480, 1, 0)
@@ -334,30 +336,6 @@ def test_threads_have_the_timestep_of_their_own_pass(unet):
             np.testing.assert_array_equal(at(unet, timestep), expected[timestep])
 
     in_threads([partial(passes, timestep) for timestep in expected])
-
-
-def gradients(unet, timestep, between=None):
-    unet.clear_gradients()
-    loss = unet(**{**inputs(), "timestep": paddle.to_tensor([timestep])}).sample.square().mean()
-    if between is not None:
-        with paddle.no_grad():
-            unet(**{**inputs(seed=3), "timestep": paddle.to_tensor([between])})
-    loss.backward()
-    return {name: weight.grad.numpy() for name, weight in unet.named_parameters() if weight.grad is not None}
-
-
-def test_checkpointed_blocks_run_again_with_the_tokens_of_their_pass():
-    unet = make_unet(**ONE_LEVEL)
-    unet.train()
-    unet.apply_tome(method="interlace")
-    expected = gradients(unet, 999)
-    assert turn_of(999) % 8 != turn_of(1) % 8
-    unet.enable_gradient_checkpointing()
-    for between in (None, 1):
-        actual = gradients(unet, 999, between)
-        assert actual.keys() == expected.keys()
-        for name, gradient in expected.items():
-            np.testing.assert_allclose(actual[name], gradient, atol=1e-6, err_msg=name)
 
 
 # Videos
