@@ -240,6 +240,7 @@ class Programs:
         self._evaluation, self._dpm_solver = evaluation, dpm_solver
         decisive = [sources(), model_files(evaluation.model), evaluation.size]
         self._folder = ROOT / "build" / "alternatives" / digest(decisive)
+        self._folder.mkdir(parents=True, exist_ok=True)  # for the locks
         self._pipeline = self._folder / "pipeline"
 
     def engine(self, arm: Arm, runtime: str, unet: Sequence[Callable] | None = None) -> tuple[Engine, Passes]:
@@ -247,7 +248,6 @@ class Programs:
 
         `unet` replaces the programs of the arm's UNet.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{self._pipeline}.lock"):
             if not (self._pipeline / "tome.json").exists():
                 pipe, size = load_model(self._evaluation.model), Size(self._evaluation.size, self._evaluation.size)
@@ -267,7 +267,6 @@ class Programs:
     def _load(self, key: Arm, reuses: bool, runtime: str) -> Any:
         folder = self._folder / pass_name(key, reuses)
         record = folder / "program.json"
-        self._folder.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not record.exists():
                 file = self._trace(key, reuses, folder)

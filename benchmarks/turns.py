@@ -201,7 +201,7 @@ def anneal(turns, timesteps, lengths, weights, begin, member, tries, seed):  # t
 
 def search(tries: int, seed: int) -> np.ndarray:  # [LAST_TIMESTEP + 1] int64
     """A table of turns."""
-    learnt, weights = schedules({**USUAL, **{f"{name} (other)": family for name, family in OTHERS.items()}})
+    learnt, weights = schedules({**USUAL, **OTHERS})
     timesteps = np.zeros((len(learnt), max(map(len, learnt))), np.int64)
     member: list[list[int]] = [[] for _ in range(LAST_TIMESTEP + 1)]
     for number, schedule in enumerate(learnt):
@@ -210,10 +210,8 @@ def search(tries: int, seed: int) -> np.ndarray:  # [LAST_TIMESTEP + 1] int64
             member[timestep].append(number)
     begin = np.concatenate([[0], np.cumsum([len(numbers) for numbers in member])])
     turns = np.random.RandomState(seed).randint(0, TURNS, LAST_TIMESTEP + 1)
-    lengths, flat = (
-        np.array([len(schedule) for schedule in learnt]),
-        np.array([number for numbers in member for number in numbers]),
-    )
+    lengths = np.array([len(schedule) for schedule in learnt])
+    flat = np.array([number for numbers in member for number in numbers])
     anneal(turns, timesteps, lengths, weights, begin, flat, tries, seed)
     return turns
 

@@ -22,7 +22,7 @@ from ..families.table import FIRST, Family
 from ..grid import Grid
 from ..methods.method import Form, Kept
 from ..methods.plan import MergePlan, join_frames
-from ..methods.turns import Turn, turn_at, turn_table
+from ..methods.turns import FIRST_TURN, Turn, turn_at, turn_table
 from .forward import Wrap, is_outermost
 from .placement import Placement
 
@@ -300,7 +300,7 @@ class BlockWrap(PlacedWrap):
         if (frames := max(1, tokens // grid.tokens)) > 1:
             metric = metric.reshape([-1, grid.tokens, metric.shape[2]])
         form = placement.form(grid, use_gpu_form)
-        turn = Turn() if timestep is None else Turn(timestep.turn, self._frames_in_batch(metric, timestep))
+        turn = FIRST_TURN if timestep is None else Turn(timestep.turn, self._frames_in_batch(metric, timestep))
         return join_frames(form.plan(metric, self._constants_of(form, grid, kept), kept, turn), frames)
 
     def _frames_in_batch(self, metric: paddle.Tensor, timestep: TimestepOfPass) -> int:

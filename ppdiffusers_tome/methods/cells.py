@@ -15,7 +15,7 @@ import paddle
 from ..errors import ToMeConfigError
 from ..grid import Grid, choose_dst, constant, count_dst
 from ..tensors import gather
-from .method import Kept, Method, Settings
+from .method import Kept, Method, Settings, random_key
 from .plan import MergePlan, PlainPlan, check_metric, count_batch
 from .turns import FIRST_TURN, Turn
 
@@ -36,8 +36,8 @@ class Cells(Method):
         return Kept(grid.tokens, *(count or grid.tokens for count in tokens))
 
     def constants(self, grid: Grid, settings: Settings, kept: Kept, block: int) -> "CellConstants":
-        random_key = (settings.seed, block) if settings.use_rand else None
-        return cell_constants(grid, settings.sx, settings.sy, random_key, _per_cell(settings.ratio, settings))
+        key = random_key(settings, block)
+        return cell_constants(grid, settings.sx, settings.sy, key, _per_cell(settings.ratio, settings))
 
     def plan(
         self, metric: paddle.Tensor, constants: "CellConstants", kept: Kept, turn: Turn = FIRST_TURN

@@ -13,10 +13,10 @@ import numpy as np
 import paddle
 
 from ..errors import ParameterError
-from ..grid import Grid, constant
+from ..grid import Grid, constant, count_dst
 from ..tensors import count_rows, gather
 from .method import Kept, Method, Settings
-from .plan import MergePlan, count_batch
+from .plan import MergePlan, UnweightedPlan, count_batch
 from .turns import FIRST_TURN, TURNS, Turn
 
 SIDE = 4  # tokens along each side of a cell
@@ -58,11 +58,11 @@ class Interlace(Method):
         return [1 - number / PARTS for number in parts]
 
     def kept(self, grid: Grid, settings: Settings, ratios: tuple[float, float]) -> Kept:
-        cells = (grid.h // SIDE) * (grid.w // SIDE)
+        cells = count_dst(grid, SIDE, SIDE)
         return Kept(grid.tokens, grid.tokens, grid.tokens - cells * (PARTS - _parts(ratios[1])))
 
     def constants(self, grid: Grid, settings: Settings, kept: Kept, block: int) -> "InterlaceConstants":
-        cells = (grid.h // SIDE) * (grid.w // SIDE)
+        cells = count_dst(grid, SIDE, SIDE)
         return interlace_constants(grid, PARTS - (kept.tokens - kept.keys) // cells, block)
 
     def plan(
@@ -102,10 +102,24 @@ INTERLACE = Interlace(
 class InterlaceConstants(NamedTuple):
     """The tokens that remain of a grid in each turn."""
 
-    tokens: int  # N
-    kept: int  # K
-    positions: paddle.Tensor  # [TURNS, K] int64, ascending in each turn
-    source: paddle.Tensor  # [TURNS, N] int64: the index in `positions` of the nearest token that remains
+    grid: Grid
+    remaining: np.ndarray  # [TURNS, K] int64, ascending in each turn
+    positions: paddle.Tensor  # the same
+
+    @property
+    def tokens(self) -> int:
+        """N."""
+        return self.grid.tokens
+
+    @property
+    def kept(self) -> int:
+        """K."""
+        return self.remaining.shape[1]
+
+    @property
+    def source(self) -> paddle.Tensor:  # [TURNS, N] int64
+        """The index in `positions` of the nearest token that remains: for merge maps, as attention needs none."""
+        return nearest_constants(self.grid, self.remaining)
 
 
 def ranks(grid: Grid) -> np.ndarray:  # [h, w] int64
@@ -136,17 +150,18 @@ def interlace_constants(grid: Grid, parts: int, block: int) -> InterlaceConstant
     turns = np.arange(TURNS)[:, None] + offset_of(block)
     remains = ((rank - parts * turns) % PARTS < parts) | (rank < 0)  # [TURNS, N]
     positions = np.stack([np.flatnonzero(one) for one in remains])
-    return InterlaceConstants(
-        tokens=grid.tokens,
-        kept=positions.shape[1],
-        positions=constant(positions),
-        source=constant(np.stack([_nearest(grid, one) for one in positions])),
-    )
+    return InterlaceConstants(grid, positions, constant(positions))
 
 
 def offset_of(block: int) -> int:
     """The turns by which a block is ahead of the first."""
     return 5 * block % TURNS
+
+
+@paddle.jit.not_to_static  # a constant, which Paddle would compute in the program
+def nearest_constants(grid: Grid, positions: np.ndarray) -> paddle.Tensor:  # [TURNS, K] → [TURNS, N] int64
+    """For each token and turn the index of the nearest token that remains."""
+    return constant(np.stack([_nearest(grid, one) for one in positions]))
 
 
 def _nearest(grid: Grid, positions: np.ndarray) -> np.ndarray:  # [K] → [N]
@@ -165,7 +180,7 @@ def _nearest(grid: Grid, positions: np.ndarray) -> np.ndarray:  # [K] → [N]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class InterlacePlan(MergePlan):
+class InterlacePlan(UnweightedPlan):
     """Keeps the tokens whose turn it is: one index for the whole batch, or one for each frame of a video."""
 
     constants: InterlaceConstants
@@ -180,49 +195,38 @@ class InterlacePlan(MergePlan):
     def kept(self) -> int:
         return self.frames * self.constants.kept
 
+    @property
+    def _frames(self) -> int:
+        """F: frames of one video, in one sequence or as rows of the batch; both are F·N tokens one after the other."""
+        return max(self.frames, self.turn.frames)
+
     @cached_property
-    def _positions(self) -> paddle.Tensor:  # [rows that are frames of one video, kept] int64
+    def _positions(self) -> paddle.Tensor:  # [F·K] int64: among the F·N tokens of a video
         return self._in_turn(self.constants.positions, self.constants.tokens)
 
     @cached_property
     def kept_rows(self) -> paddle.Tensor:
-        return self._of_batch(self._positions, self.tokens)
+        return self._of_batch(self._positions, self.constants.tokens).reshape([-1, self.kept])
 
     @cached_property
     def source_rows(self) -> paddle.Tensor:
         source = self._in_turn(self.constants.source, self.constants.kept)
-        return self._of_batch(source, self.kept).reshape([-1])
+        return self._of_batch(source, self.constants.kept).reshape([-1])
 
-    @property
-    def has_equal_sizes(self) -> bool:
-        return True
+    def _in_turn(self, table: paddle.Tensor, length: int) -> paddle.Tensor:  # [TURNS, L] → [F·L] int64
+        """The index in a table whose turn it is in each frame, where frames are `length` long."""
+        rows = self.turn.choose(table, self._frames)
+        if self._frames > 1:
+            rows = rows + count_rows(rows[:, :1]) * length
+        return rows.reshape([-1])
 
-    @cached_property
-    def log_sizes(self) -> paddle.Tensor:
-        return paddle.zeros_like(self.kept_rows, dtype="float32")
-
-    def _in_turn(self, table: paddle.Tensor, length: int) -> paddle.Tensor:
-        """The rows of a table [TURNS, L] whose turn it is in each frame, where a frame is `length` long."""
-        frames = max(self.frames, self.turn.frames)
-        number = paddle.zeros([1], dtype="int64") if self.turn.number is None else self.turn.number
-        if frames == 1:
-            return paddle.gather(table, number)
-        frame = count_rows(paddle.ones([frames, 1]))
-        rows = paddle.gather(table, ((number + frame) % TURNS).reshape([-1]))
-        if self.frames > 1:
-            rows = rows + frame * length
-        return rows.reshape([self.turn.frames, -1])
-
-    def _of_batch(self, index: paddle.Tensor, length: int) -> paddle.Tensor:  # → [B, L] int64
-        """An index [frames, L] of rows of the batch that are `length` long, as rows of all tokens of the batch."""
-        sequence = self.batch if self.frames == 1 else self.batch.reshape([-1, self.frames])[:, :1] // self.frames
-        begin = (sequence * length).reshape([-1, self.turn.frames, 1])
-        return (index + begin).reshape([-1, index.shape[1]])
+    def _of_batch(self, index: paddle.Tensor, length: int) -> paddle.Tensor:  # [F·L] → [videos, F·L] int64
+        """An index in each video, whose frames are `length` long, as rows of all tokens of the batch."""
+        return index + self.batch.reshape([-1, self._frames])[:, :1] * length
 
     def _merge(self, x: paddle.Tensor) -> paddle.Tensor:
-        frames, channels, positions = self.turn.frames, x.shape[2], self._positions
-        if frames == 1:
-            return gather(x, positions.reshape([-1]), axis=1)
-        positions = positions + count_rows(positions[:, :1]) * self.tokens
-        rows = gather(x.reshape([-1, frames * self.tokens, channels]), positions.reshape([-1]), axis=1)
-        return rows.reshape([-1, self.kept, channels])
+        if self._frames == 1:
+            return gather(x, self._positions, axis=1)
+        channels = x.shape[2]
+        videos = x.reshape([-1, self._frames * self.constants.tokens, channels])
+        return gather(videos, self._positions, axis=1).reshape([-1, self.kept, channels])

@@ -33,6 +33,11 @@ class Settings(Protocol):
     def seed(self) -> int: ...
 
 
+def random_key(settings: Settings, block: int) -> tuple[int, ...] | None:
+    """The key of a block's random dst, as `choose_dst` takes it; None if dst are not random."""
+    return (settings.seed, block) if settings.use_rand else None
+
+
 class Kept(NamedTuple):
     """How many tokens of a grid, or of each frame of a video, remain in a block."""
 

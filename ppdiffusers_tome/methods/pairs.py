@@ -17,7 +17,7 @@ import paddle
 from ..errors import ToMeConfigError
 from ..grid import Grid, choose_dst, constant, count_dst, window_of
 from ..tensors import HALF, LARGEST, cast, finite_or_zero, full_precision, gather
-from .method import Form, Kept, Method, Settings
+from .method import Form, Kept, Method, Settings, random_key
 from .plan import MergePlan, PlainPlan, check_metric, count_batch
 from .turns import FIRST_TURN, TURNS, Turn
 from .windows import WindowForm, equal_windows
@@ -33,8 +33,8 @@ class Pairs(Method):
     """Merge the most similar pairs of src and dst."""
 
     def constants(self, grid: Grid, settings: Settings, kept: Kept, block: int) -> "PairConstants":
-        random_key = (settings.seed, block) if settings.use_rand else None
-        return pair_constants(grid, settings.sx, settings.sy, random_key, settings.window)
+        key = random_key(settings, block)
+        return pair_constants(grid, settings.sx, settings.sy, key, settings.window)
 
     def plan(
         self, metric: paddle.Tensor, constants: "PairConstants", kept: Kept, turn: Turn = FIRST_TURN
@@ -172,10 +172,8 @@ class PairConstants(NamedTuple):
         if self.dst.ndim == 1:
             return self
 
-        def chosen(table: paddle.Tensor) -> paddle.Tensor:
-            return table[0] if turn.number is None else paddle.gather(table, turn.number).reshape([-1])
-
-        return self._replace(dst=chosen(self.dst), src=chosen(self.src), inverse_order=chosen(self.inverse_order))
+        names = ("dst", "src", "inverse_order")
+        return self._replace(**{name: turn.choose(getattr(self, name)).reshape([-1]) for name in names})
 
 
 @paddle.jit.not_to_static  # constants, which Paddle would compute in the program

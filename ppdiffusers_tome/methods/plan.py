@@ -181,8 +181,20 @@ def check_metric(metric: paddle.Tensor, grid: Grid, removed: int, dst: int) -> N
         )
 
 
+class UnweightedPlan(MergePlan):
+    """A plan in which each token that remains counts as one."""
+
+    @property
+    def has_equal_sizes(self) -> bool:
+        return True
+
+    @cached_property
+    def log_sizes(self) -> paddle.Tensor:
+        return paddle.zeros_like(self.kept_rows, dtype="float32")
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PlainPlan(MergePlan):
+class PlainPlan(UnweightedPlan):
     """No token merges: the plan of queries where only keys and values merge."""
 
     count: int  # tokens of a frame
@@ -204,14 +216,6 @@ class PlainPlan(MergePlan):
     @property
     def source_rows(self) -> paddle.Tensor:
         return self.kept_rows.reshape([-1])
-
-    @property
-    def has_equal_sizes(self) -> bool:
-        return True
-
-    @cached_property
-    def log_sizes(self) -> paddle.Tensor:
-        return paddle.zeros_like(self.kept_rows, dtype="float32")
 
     def _merge(self, x: paddle.Tensor) -> paddle.Tensor:
         return x

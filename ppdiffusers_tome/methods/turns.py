@@ -10,7 +10,7 @@ import numpy as np
 import paddle
 
 from ..grid import constant
-from ..tensors import cast
+from ..tensors import cast, count_rows
 
 TURNS = 16
 LAST_TIMESTEP = 1000
@@ -35,6 +35,13 @@ class Turn(NamedTuple):
 
     number: paddle.Tensor | None = None  # [1] int64 from 0 to TURNS - 1; None: always 0
     frames: int = 1  # rows of the batch that are the frames of one video; each is one turn after the frame before
+
+    def choose(self, table: paddle.Tensor, frames: int = 1) -> paddle.Tensor:  # [TURNS, L] → [frames, L]
+        """The rows of a table whose turn it is in successive frames."""
+        number = paddle.zeros([1], dtype="int64") if self.number is None else self.number
+        if frames > 1:
+            number = (number + count_rows(paddle.ones([frames]))) % TURNS
+        return paddle.gather(table, number)
 
 
 FIRST_TURN = Turn()

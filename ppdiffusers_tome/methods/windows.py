@@ -15,7 +15,7 @@ import paddle.nn.functional as F
 
 from ..grid import Grid, choose_dst, constant, window_of
 from ..tensors import cast, count_rows, finite_or_zero, full_precision, gather
-from .method import Form, Kept, Settings
+from .method import Form, Kept, Settings, random_key
 from .plan import MergePlan, PlainPlan, count_batch
 from .turns import FIRST_TURN, Turn
 
@@ -110,8 +110,8 @@ class WindowForm(Form):
         return windows.number * windows.p * windows.q
 
     def constants(self, grid: Grid, settings: Settings, kept: Kept, block: int) -> WindowConstants:
-        random_key = (settings.seed, block) if settings.use_rand else None
-        return window_constants(grid, settings.sx, settings.sy, random_key, settings.window)
+        key = random_key(settings, block)
+        return window_constants(grid, settings.sx, settings.sy, key, settings.window)
 
     def plan(
         self, metric: paddle.Tensor, constants: WindowConstants, kept: Kept, turn: Turn = FIRST_TURN

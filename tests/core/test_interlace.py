@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import paddle
 import pytest
-from conftest import in_threads, inputs, make_controlnet, make_unet, program_of, traces
+from conftest import in_threads, inputs, make_controlnet, make_unet, program_of, run, traces
 from reference import interlaced
 from zoo import ZOO, generate
 from zoo.noise import noise
@@ -179,8 +179,7 @@ def test_keys_and_values_are_those_of_the_tokens_whose_turn_it_is(timestep):
 
 def at(model, timestep, **changes):
     """A pass at a timestep."""
-    with paddle.no_grad():
-        return model(**{**inputs(**changes), "timestep": paddle.to_tensor([timestep])}).sample.numpy()
+    return run(model, timestep=timestep, **changes)
 
 
 def test_the_same_timestep_chooses_the_same_tokens_whatever_ran_before(unet):
