@@ -115,7 +115,7 @@ def arm_of(entry: dict[str, Any]) -> Arm:
 def list_arms() -> list[Arm]:
     """All arms but the plain one, those that matter most first: a run may be ended early."""
     fast = ToMeConfig(0.75, "interlace")
-    arms = [Arm(ToMeConfig(ratio, "interlace")) for ratio in (0.5, 0.75, 0.875)]
+    arms = [Arm(ToMeConfig(ratio, "interlace")) for ratio in (0.5, 0.75, 0.875, 0.9375)]
     arms += [Arm(ToMeConfig(ratio, "default")) for ratio in (0.25, 0.5, 0.7)]
     others = (("todo", 0.75), ("tomesd", 0.5), ("tomesd", 0.25))
     arms += [Arm(ToMeConfig(ratio, method)) for method, ratio in others]

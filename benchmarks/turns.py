@@ -1,16 +1,21 @@
 """Search the table of turns: a number from 0 to 15 for each timestep, so that successive steps have different turns.
 
     python benchmarks/turns.py           # scores of the table of the package, of counting and of random numbers
-    python benchmarks/turns.py search    # the 1,001 digits of a new table: some minutes
+    python benchmarks/turns.py search    # the 1,001 digits of a new table: twenty minutes
 
 A method that takes turns keeps k of 16 parts, so P = 16 / k successive turns keep all of them once. Only the turn
-modulo P matters then, for P = 2, 4, 8 and 16. Counting the steps is best, but a pass knows its timestep alone. For the
-schedules of 4 to 50 steps of the usual samplers, simulated annealing lowers how unevenly P and 2·P successive steps
-have P turns, and how many in a row have the same.
+modulo P matters then. Counting the steps is what it competes with, but a pass knows its timestep alone. For schedules
+of 4 to 100 steps of the usual samplers, simulated annealing lowers the energy of the error that an image is left with.
+
+The energy follows what was measured in the bundled models, where one step at a time lost keys. The errors of the P
+turns of a step sum to nearly 0. Those of successive steps are alike, the more so the nearer their timesteps are, so
+they cancel if their turns differ. The last steps have the largest errors; earlier ones have smaller ones, but may lead
+to another image, so none of them counts for nothing.
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -19,23 +24,39 @@ from lab.markdown import table
 from ppdiffusers_tome.methods.turns import LAST_TIMESTEP, TURNS, turn_table
 
 Schedule = Callable[[int], np.ndarray]  # number of steps → their timesteps, in the order in which they run
+
+
+class Sampler(NamedTuple):
+    """The schedules of a sampler, with the weight that they have in the search."""
+
+    weight: float
+    timesteps: Schedule
+    is_flow: bool = False  # timesteps are shares of noise, in thousandths
+
+
 BETAS = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2  # of Stable Diffusion
 SIGMAS = np.sqrt(1 / np.cumprod(1 - BETAS) - 1)
 STEPS = range(4, 51)
+MORE_STEPS = (60, 75, 100)
 WEIGHTS = {
-    10: 3,
-    20: 5,
-    25: 3,
-    28: 3,
-    30: 4,
+    10: 5,
+    20: 8,
+    25: 5,
+    28: 4,
+    30: 6,
+    50: 6,
     40: 2,
-    50: 4,
     8: 2,
     4: 1.5,
-    15: 1.5,
     12: 1.5,
+    15: 1.5,
 }  # of usual numbers of steps
-PARTS = (2, 4, 8)  # P of the scores
+PARTS = (2, 4, 8, 16)  # P
+WEIGHTS_OF_PARTS = (1.0, 1.0, 0.6, 0.3)
+ALIKE = 330.0  # difference of two timesteps at which the correlation of their errors is 1/e
+TRIES = 8_000_000  # of the search
+SMALLEST = 0.2  # amplitude of an error, of the largest in its schedule
+REMAINDER = 0.05  # energy that no order of turns cancels, of the sum of the steps' energies
 
 
 def of_sigmas(sigmas: np.ndarray) -> np.ndarray:
@@ -76,100 +97,130 @@ def lcm(steps: int) -> np.ndarray:
     return (np.arange(1, 51) * 20 - 1)[::-1][np.floor(np.linspace(0, 50, steps, endpoint=False)).astype(int)]
 
 
-USUAL: dict[str, tuple[float, Schedule]] = {  # the weight of each
-    "leading": (2, lambda n: np.arange(n)[::-1] * (1000 // n) + 1),
-    "leading from 0": (1, lambda n: np.arange(n)[::-1] * (1000 // n)),
-    "leading, DPM-Solver": (1, lambda n: np.arange(1, n + 1)[::-1] * (1000 // (n + 1)) + 1),
-    "trailing": (2, lambda n: np.round(np.arange(1000, 0, -1000 / n))[:n] - 1),
-    "linspace": (1, lambda n: np.linspace(0, 999, n).round()[::-1]),
-    "linspace, DPM-Solver": (1, lambda n: np.linspace(0, 999, n + 1).round()[::-1][:-1]),
-    "Karras": (1, karras),
-    **{f"SD3, {shift}": (weight, lambda n, s=shift: sd3(n, s)) for shift, weight in ((3, 1), (5, 0.5))},
-    **{f"flow, {shift}": (1, flow(shift)) for shift in (3, 5)},
-    **{f"FLUX, {shift:g}": (weight, flux(shift)) for shift, weight in ((1, 1), (3, 1), (5, 0.5), (np.exp(1.15), 1))},
-    **{f"Wan, {shift}": (1, wan(shift)) for shift in (3, 5)},
+USUAL = {
+    "leading": Sampler(4, lambda n: np.arange(n)[::-1] * (1000 // n) + 1),
+    "leading from 0": Sampler(1, lambda n: np.arange(n)[::-1] * (1000 // n)),
+    "leading, DPM-Solver": Sampler(1.5, lambda n: np.arange(1, n + 1)[::-1] * (1000 // (n + 1)) + 1),
+    "trailing": Sampler(2, lambda n: np.round(np.arange(1000, 0, -1000 / n))[:n] - 1),
+    "linspace": Sampler(1.5, lambda n: np.linspace(0, 999, n).round()[::-1]),
+    "linspace, DPM-Solver": Sampler(1.5, lambda n: np.linspace(0, 999, n + 1).round()[::-1][:-1]),
+    "Karras": Sampler(1.5, karras),
+    **{f"SD3, {shift}": Sampler(weight, lambda n, s=shift: sd3(n, s), True) for shift, weight in ((3, 1), (5, 0.5))},
+    **{f"flow, {shift}": Sampler(1, flow(shift), True) for shift in (3, 5)},
+    **{
+        f"FLUX, {shift:g}": Sampler(weight, flux(shift), True)
+        for shift, weight in ((1, 1), (3, 1), (5, 0.5), (np.exp(1.15), 1))
+    },
+    **{f"Wan, {shift}": Sampler(1, wan(shift), True) for shift in (3, 5)},
 }
-OTHERS: dict[
-    str, tuple[float, Schedule]
-] = {  # so that timesteps between those of the usual ones are not left to chance
-    **{f"flow, {shift}": (0.15, flow(shift)) for shift in (1.5, 2, 2.5, 4, 6, 7, 9, 12)},
-    **{f"FLUX, e^{power}": (0.15, flux(np.exp(power))) for power in (0.5, 0.65, 0.8, 0.9, 1, 1.3)},
-    **{f"Wan, {shift}": (0.15, wan(shift)) for shift in (7, 8)},
-    "exponential": (0.3, lambda n: of_sigmas(np.geomspace(SIGMAS[-1], SIGMAS[0], n))),
-    "Karras, 0.03 to 14.6": (0.3, lambda n: karras(n, 0.03, 14.6)),
-    "LCM": (0.3, lambda n: lcm(n) if n <= 25 else karras(n)),
-    "leading from 2": (0.15, lambda n: np.arange(n)[::-1] * (1000 // n) + 2),
-    "trailing, rounded down": (0.15, lambda n: np.floor(np.arange(n, 0, -1) * 1000 / n) - 1),
+OTHERS = {  # so that timesteps between those of the usual ones are not left to chance
+    **{f"flow, {shift}": Sampler(0.45, flow(shift), True) for shift in (1.5, 2, 2.5, 4, 6, 7, 9, 12)},
+    **{f"FLUX, e^{power}": Sampler(0.45, flux(np.exp(power)), True) for power in (0.5, 0.65, 0.8, 0.9, 1, 1.3)},
+    **{f"Wan, {shift}": Sampler(0.45, wan(shift), True) for shift in (7, 8)},
+    "exponential": Sampler(0.9, lambda n: of_sigmas(np.geomspace(SIGMAS[-1], SIGMAS[0], n))),
+    "Karras, 0.03 to 14.6": Sampler(0.9, lambda n: karras(n, 0.03, 14.6)),
+    "LCM": Sampler(0.9, lambda n: lcm(n) if n <= 25 else karras(n)),
+    "leading from 2": Sampler(0.45, lambda n: np.arange(n)[::-1] * (1000 // n) + 2),
+    "trailing, rounded down": Sampler(0.45, lambda n: np.floor(np.arange(n, 0, -1) * 1000 / n) - 1),
 }
-HELD_OUT: dict[str, tuple[float, Schedule]] = {  # for the scores alone
-    "flow, 3.3": (1, flow(3.3)),
-    **{f"FLUX, e^{power}": (1, flux(np.exp(power))) for power in (0.72, 1.08)},
-    "Wan, 4.2": (1, wan(4.2)),
-    "Karras, rho 5": (1, lambda n: karras(n, 0.05, 12, 5)),
-    "leading from 3": (1, lambda n: np.arange(n)[::-1] * (1000 // n) + 3),
-    "quadratic": (1, lambda n: np.linspace(0, np.sqrt(990), n)[::-1] ** 2),
+HELD_OUT = {  # for the scores alone
+    "flow, 3.3": Sampler(1, flow(3.3), True),
+    **{f"FLUX, e^{power}": Sampler(1, flux(np.exp(power)), True) for power in (0.72, 1.08)},
+    "Wan, 4.2": Sampler(1, wan(4.2), True),
+    "Karras, rho 5": Sampler(1, lambda n: karras(n, 0.05, 12, 5)),
+    "leading from 3": Sampler(1, lambda n: np.arange(n)[::-1] * (1000 // n) + 3),
+    "quadratic": Sampler(1, lambda n: np.linspace(0, np.sqrt(990), n)[::-1] ** 2),
 }
 
 
-def schedules(families: Mapping[str, tuple[float, Schedule]]) -> tuple[list[np.ndarray], np.ndarray]:
-    """The whole timesteps of each schedule, each once, and their weights, whose sum is 1."""
-    found: dict[tuple[int, ...], float] = {}
-    for weight, timesteps in families.values():
-        for steps in STEPS:
-            whole = np.clip(np.floor(timesteps(steps) + 0.5), 0, LAST_TIMESTEP).astype(np.int64)
-            key = tuple(whole.tolist())
-            found[key] = found.get(key, 0.0) + weight * WEIGHTS.get(steps, 1)
-    weights = np.array(list(found.values()))
-    return [np.array(timesteps) for timesteps in found], weights / weights.sum()
+def amplitudes(timesteps: np.ndarray, is_flow: bool) -> np.ndarray:
+    """The error of each step of a schedule, of the largest.
+
+    A step moves a latent by its prediction times the change of the noise level, and predictions lose the less, the
+    more noise there is: what was measured in the bundled models is near 1 / ((σ + 1/4)·(1 + σ/4)).
+    """
+    if is_flow:
+        share = np.minimum(timesteps / 1000, 0.98)
+        sigmas, end = share / (1 - share), 0.0
+    else:
+        sigmas, end = np.exp(np.interp(timesteps, np.arange(1000), np.log(SIGMAS))), SIGMAS[0]
+    changes = np.maximum(sigmas - np.append(sigmas[1:], end), 0)
+    errors = changes / ((sigmas + 0.25) * (1 + sigmas / 4))
+    return errors / errors.max() + SMALLEST
+
+
+class Schedules(NamedTuple):
+    """Different schedules, each as long as the longest."""
+
+    timesteps: np.ndarray  # [S, L] int64, whole
+    steps: np.ndarray  # [S] int64
+    amplitudes: np.ndarray  # [S, L]
+    decays: np.ndarray  # [S, L]: the correlation of two steps is the quotient of theirs
+    weights: np.ndarray  # [S], whose sum is 1
+
+
+def schedules(samplers: Mapping[str, Sampler], steps: Iterable[int]) -> Schedules:
+    """The schedules of these samplers and numbers of steps."""
+    errors: dict[tuple[int, ...], np.ndarray] = {}
+    weights: dict[tuple[int, ...], float] = {}
+    for sampler in samplers.values():
+        for number in steps:
+            timesteps = sampler.timesteps(number)
+            key = tuple(np.clip(np.floor(timesteps + 0.5), 0, LAST_TIMESTEP).astype(np.int64).tolist())
+            errors.setdefault(key, amplitudes(timesteps, sampler.is_flow))
+            weights[key] = weights.get(key, 0.0) + sampler.weight * WEIGHTS.get(number, 1)
+    longest = max(map(len, errors))
+
+    def padded(rows: Iterable[Sequence[float]]) -> np.ndarray:
+        return np.array([np.pad(row, (0, longest - len(row))) for row in rows])
+
+    decays = (np.exp((np.array(timesteps) - timesteps[0]) / ALIKE) for timesteps in errors)
+    total = np.array(list(weights.values()))
+    lengths = np.array([len(timesteps) for timesteps in errors])
+    return Schedules(padded(errors), lengths, padded(errors.values()), padded(decays), total / total.sum())
 
 
 # The search
 
 
 @numba.njit(cache=True)
-def cost(turns, timesteps, steps, part_weights, run_weight, square):  # type: ignore[no-untyped-def]
-    """How unevenly one schedule has its turns: 0 for counting."""
-    total, counts = 0.0, np.zeros(16, np.int64)
+def energies(turns, timesteps, steps, amplitudes, decays, out):  # type: ignore[no-untyped-def]
+    """Of one schedule and each P: the energy of the sum of all errors, of the sum of their energies."""
+    sums = np.zeros(16)  # of the errors of each turn so far
     for depth in range(4):
         parts = 2 << depth
-        added, windows = 0.0, 0
-        for multiple in range(1, 3):
-            width = parts * multiple
-            if width > steps:
-                continue
-            counts[:parts] = 0
-            squares = 0
-            for i in range(steps):
-                turn = turns[timesteps[i]] & (parts - 1)
-                squares += 2 * counts[turn] + 1
-                counts[turn] += 1
-                if i >= width:
-                    first = turns[timesteps[i - width]] & (parts - 1)
-                    squares -= 2 * counts[first] - 1
-                    counts[first] -= 1
-                if i >= width - 1:
-                    added += squares / width - multiple
-                    windows += 1
-        if windows:
-            uneven = added / windows
-            total += part_weights[depth] * (uneven + square * uneven * uneven)
-        run = longest = 1
-        for i in range(1, steps):
-            same = (turns[timesteps[i]] & (parts - 1)) == (turns[timesteps[i - 1]] & (parts - 1))
-            run = run + 1 if same else 1
-            longest = max(longest, run)
-        total += run_weight * part_weights[depth] * (longest - 1)
+        sums[:] = 0.0
+        of_all = equal = total = energy = 0.0
+        for i in range(steps):
+            turn, amplitude, decay = turns[timesteps[i]] & (parts - 1), amplitudes[i], decays[i]
+            energy += amplitude * amplitude
+            equal += amplitude * amplitude + 2 * amplitude * decay * sums[turn]
+            total += amplitude * amplitude + 2 * amplitude * decay * of_all
+            sums[turn] += amplitude / decay
+            of_all += amplitude / decay
+        out[depth] = parts / (parts - 1) * (equal - total / parts) / energy
+
+
+@numba.njit(cache=True)
+def cost(turns, timesteps, steps, amplitudes, decays, part_weights, remainder, out):  # type: ignore[no-untyped-def]
+    """The logarithm of the energies of one schedule, weighted."""
+    energies(turns, timesteps, steps, amplitudes, decays, out)
+    total = 0.0
+    for depth in range(4):
+        total += part_weights[depth] * np.log(out[depth] + remainder)
     return total
 
 
 @numba.njit(cache=True)
-def anneal(turns, timesteps, lengths, weights, begin, member, tries, seed):  # type: ignore[no-untyped-def]
+def anneal(turns, learnt, begin, member, part_weights, remainder, tries, seed):  # type: ignore[no-untyped-def]
     """Change one digit after another, in place, by simulated annealing; the schedules of a digit are in `member`."""
-    part_weights, run_weight, square, hot, cold = np.array([1.0, 1.0, 1.0, 0.4]), 0.08, 0.5, 1e-2, 3e-5
+    timesteps, lengths, amplitudes, decays, weights = learnt
+    hot, cold, out = 1e-2, 3e-5, np.zeros(4)
     x = np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1)  # xorshift
     costs, new = np.zeros(len(lengths)), np.zeros(len(lengths))
     for s in range(len(lengths)):
-        costs[s] = weights[s] * cost(turns, timesteps[s], lengths[s], part_weights, run_weight, square)
+        own = cost(turns, timesteps[s], lengths[s], amplitudes[s], decays[s], part_weights, remainder, out)
+        costs[s] = weights[s] * own
     used, count = np.zeros(len(turns), np.int64), 0
     for t in range(len(turns)):
         if begin[t + 1] > begin[t]:
@@ -189,7 +240,8 @@ def anneal(turns, timesteps, lengths, weights, begin, member, tries, seed):  # t
         change = 0.0
         for j in range(begin[t], begin[t + 1]):
             s = member[j]
-            new[s] = weights[s] * cost(turns, timesteps[s], lengths[s], part_weights, run_weight, square)
+            own = cost(turns, timesteps[s], lengths[s], amplitudes[s], decays[s], part_weights, remainder, out)
+            new[s] = weights[s] * own
             change += new[s] - costs[s]
         uniform = ((x >> np.uint64(11)) & np.uint64(0xFFFFF)) / 1048576.0
         if change <= 0 or uniform < np.exp(-change / (hot * (cold / hot) ** (k / tries))):
@@ -201,70 +253,58 @@ def anneal(turns, timesteps, lengths, weights, begin, member, tries, seed):  # t
 
 def search(tries: int, seed: int) -> np.ndarray:  # [LAST_TIMESTEP + 1] int64
     """A table of turns."""
-    learnt, weights = schedules({**USUAL, **OTHERS})
-    timesteps = np.zeros((len(learnt), max(map(len, learnt))), np.int64)
+    learnt = schedules({**USUAL, **OTHERS}, (*STEPS, *MORE_STEPS))
     member: list[list[int]] = [[] for _ in range(LAST_TIMESTEP + 1)]
-    for number, schedule in enumerate(learnt):
-        timesteps[number, : len(schedule)] = schedule
-        for timestep in set(schedule.tolist()):
+    for number, (timesteps, steps) in enumerate(zip(learnt.timesteps, learnt.steps, strict=True)):
+        for timestep in set(timesteps[:steps].tolist()):
             member[timestep].append(number)
     begin = np.concatenate([[0], np.cumsum([len(numbers) for numbers in member])])
     turns = np.random.RandomState(seed).randint(0, TURNS, LAST_TIMESTEP + 1)
-    lengths = np.array([len(schedule) for schedule in learnt])
     flat = np.array([number for numbers in member for number in numbers])
-    anneal(turns, timesteps, lengths, weights, begin, flat, tries, seed)
+    anneal(turns, tuple(learnt), begin, flat, np.array(WEIGHTS_OF_PARTS), REMAINDER, tries, seed)
     return turns
 
 
 # Scores
 
 
-def scores(turns: np.ndarray, parts: int) -> tuple[int, float]:
-    """Of the turns of one schedule: the longest run of one part, and how unevenly P and 2·P steps have P parts."""
-    own = turns % parts
-    changes = np.flatnonzero(np.diff(own)) + 1
-    longest = int(np.diff([0, *changes, len(own)]).max())
-    uneven = [
-        ((np.bincount(own[begin : begin + width], minlength=parts) - width / parts) ** 2).sum() / width
-        for width in (parts, 2 * parts)
-        for begin in range(len(own) - width + 1)
-    ]
-    return longest, float(np.mean(uneven)) if uneven else 0.0
-
-
-def row(name: str, of_schedule: Callable[[np.ndarray], np.ndarray], families: Iterable[np.ndarray]) -> list[str]:
-    """The scores of a way to choose turns: for each P worst and mean run, mean and worst unevenness."""
-    cells = [name]
-    for parts in PARTS:
-        runs, uneven = zip(*(scores(of_schedule(schedule), parts) for schedule in families), strict=True)
-        cells.append(f"{max(runs)}, {np.mean(runs):.2f}; {np.mean(uneven):.3f}, {max(uneven):.2f}")
-    return cells
+def scores(turns: np.ndarray | None, scored: Schedules) -> np.ndarray:  # [2, 4]
+    """Mean and worst energy for each P, in dB of the sum of the steps' energies; with None of counting."""
+    found = []
+    for timesteps, steps, errors, decays in zip(*scored[:4], strict=True):
+        out = np.zeros(len(PARTS))
+        if turns is None:
+            energies(np.arange(steps) % TURNS, np.arange(steps), steps, errors, decays, out)
+        else:
+            energies(turns, timesteps, steps, errors, decays, out)
+        found.append(10 * np.log10(out + REMAINDER))
+    return np.array([scored.weights @ found, np.max(found, axis=0)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("mode", nargs="?", choices=("score", "search"), default="score")
-    parser.add_argument("--tries", type=int, default=4_000_000, help="of the search (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of the search (default: %(default)s)")
+    parser.add_argument("--tries", type=int, default=TRIES, help="of the search (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=2, help="of the search (default: %(default)s)")
     options = parser.parse_args()
     if options.mode == "search":
         print("".join(f"{turn:x}" for turn in search(options.tries, options.seed)))
         return
-    package = turn_table().numpy()
     random = np.random.RandomState(5).randint(0, TURNS, LAST_TIMESTEP + 1)
-    head = ["turns", *(f"P={parts}: runs worst, mean; uneven mean, worst" for parts in PARTS)]
-    for title, families in (("usual schedules", USUAL), ("schedules that the search did not see", HELD_OUT)):
-        listed, _ = schedules(families)
-        ways = {
-            "counting": lambda s: np.arange(len(s)),
-            "random": lambda s: random[s],
-            "package": lambda s: package[s],
-        }
-        print(
-            f"{title} of 4 to 50 steps: {len(listed)}",
-            *table(head, [row(*way, listed) for way in ways.items()]),
-            sep="\n",
-        )
+    ways = {"counting": None, "random": random, "package": turn_table().numpy()}
+    head = ["turns", *(f"P={parts}: mean, worst, dB" for parts in PARTS)]
+    for title, samplers, steps in (
+        ("usual samplers, 4 to 50 steps", USUAL, STEPS),
+        ("usual samplers, usual numbers of steps", USUAL, (10, 20, 25, 28, 30, 50)),
+        ("usual samplers, 51 to 99 steps", USUAL, range(51, 100, 6)),
+        ("samplers that the search did not see, 4 to 50 steps", HELD_OUT, STEPS),
+    ):
+        scored = schedules(samplers, steps)
+        rows = [
+            [name, *(f"{mean:.1f}, {worst:.1f}" for mean, worst in scores(turns, scored).T)]
+            for name, turns in ways.items()
+        ]
+        print(f"{title}: {len(scored.steps)} schedules", *table(head, rows), sep="\n")
 
 
 if __name__ == "__main__":

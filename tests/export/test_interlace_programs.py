@@ -25,7 +25,7 @@ RUNTIMES = {
     "onnxruntime": OnnxRuntime(threads=1),
     "openvino": OpenVinoRuntime(threads=1),
 }
-TIMESTEPS = (999, 481, 480, 1)
+TIMESTEPS = (999, 501, 481, 1)
 SIDE = 16  # of the latents, which are the tokens
 CHANNELS = 32  # of tiny_pipeline's one level
 CONFIG = ToMeConfig(0.75, "interlace")
