@@ -82,7 +82,12 @@ TABLE = {  # column of the frame → title and form of the table's
     "psnr": ("PSNR, dB", "{psnr:.1f} ({low:.1f}–{high:.1f})"),
     "perceptual": ("ST-LPIPS", "{perceptual:.4f}"),
 }
-VARIANTS = {"_dpm_solver": "DPM-Solver++", "_10_steps": "10 steps", "_guidance_7.5": "guidance 7.5"}  # in file names
+VARIANTS = {  # in file names
+    "_dpm_solver": "DPM-Solver++",
+    "_10_steps": "10 steps",
+    "_guidance_7.5": "guidance 7.5",
+    "_more": "more images of some arms",
+}
 SHEET = ("interlace 0.5", "interlace 0.75", "interlace 0.875", "tomesd 0.5")
 
 
@@ -509,6 +514,7 @@ def main() -> None:
     parser.add_argument("--dpm-solver", action="store_true", help="DPM-Solver++ for all arms (default: the model's)")
     parser.add_argument("--strength", type=float, help="image-to-image from photographs (default: from noise)")
     parser.add_argument("--only", nargs="*", default=[], metavar="ARM", help="arms to measure (default: all)")
+    parser.add_argument("--more", action="store_true", help="a result of its own, for more images of --only some arms")
     parser.add_argument("--restart", action="store_true", help="replace a result of other images or other sources")
     keeps = "with --restart: arms of that result to keep, whose code has not changed since"
     parser.add_argument("--keep", nargs="*", default=[], metavar="ARM", help=keeps)
@@ -537,6 +543,7 @@ def main() -> None:
     kind += "_dpm_solver" if options.dpm_solver else ""
     kind += "" if options.steps is None else f"_{options.steps}_steps"
     kind += "" if options.guidance_scale is None else f"_guidance_{options.guidance_scale:g}"
+    kind += "_more" if options.more else ""
     file = options.output / f"alternatives_{Path(options.model).name}_{size}{kind}.json"
     saved = Programs(evaluation, options.dpm_solver)
     result = earlier_result(file, about, options.restart, options.time)
@@ -545,7 +552,7 @@ def main() -> None:
         content["arms"] = kept_arms(file, about, options.keep)
     command, made = shlex.join(["python", "benchmarks/alternatives.py", *sys.argv[1:]]), {}
     decisive = {**about, "prompts": prompts_of(options.model)}  # a larger --count continues with the same images
-    folder = ROOT / "build" / file.stem / digest(decisive)
+    folder = ROOT / "build" / file.stem.removesuffix("_more") / digest(decisive)
     if options.time:
         made = {key: result[key] for key in ("command", "commit", "environment", "threads")}  # of the images
         about_timing = {"command": command, "commit": commit(), "environment": describe_environment()}
