@@ -37,7 +37,7 @@ LINK_LIBGOMP := mkdir -p $(LIBGOMP) && ln -sf ../$$(cd $(VENV)/lib && ls python3
 export LD_LIBRARY_PATH := $(LIBGOMP)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-install test-newer test-ray test-optimum browser test-page check docs format bench bench-speed bench-quality alternatives figures load fuzz lock dist clean
+.PHONY: help venv demo test test-all test-install test-newer test-ray test-optimum browser test-page check docs format bench bench-speed bench-quality alternatives figures load fuzz lock dist clean
 
 help: ## list the targets
 	@echo 'make TARGET [STACK=paddle3|paddle2|gpu] [ARGS="..."] [PYTHON=python3.x]'
@@ -87,6 +87,9 @@ NEWER := one_entry patch attention transformers families features api models mac
 test-newer: $(VENV)/.installed-test ## test merging on another ppdiffusers: SOURCE=its folder; those after 0.29.0 need Paddle 3
 	@test -f "$(SOURCE)/ppdiffusers/__init__.py" || { echo 'Needs SOURCE=DIR, the folder that contains the package ppdiffusers' >&2; exit 1; }
 	PPDIFFUSERS_SOURCE="$(abspath $(SOURCE))" OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(NEWER:%=tests/core/test_%.py) $(ARGS)
+
+test-all: ## run the tests of a release: both stacks, and a newer ppdiffusers in SOURCE; an hour, and one table at the end
+	SOURCE="$(SOURCE)" .ci/test_all.sh
 
 test-ray: $(VENV)/.installed-ray ## run the tests that start Ray: a few minutes
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -m ray -n 0 tests/serving/test_ray.py $(ARGS)

@@ -80,8 +80,8 @@ setup(
     python_requires=">=3.10,<3.13",
     # Paddle itself is an extra: paddlepaddle and paddlepaddle-gpu are one module, and installing both breaks it.
     # ppdiffusers has no lower bound because its nightly builds are 0.0.0; the import rejects those before 0.29.
-    # The last two are bounds that ppdiffusers and paddlenlp lack: above them, they do not import. Others drift too, so
-    # install with the tested versions as constraints: pip install -c constraints.txt ".[cpu]"
+    # The last four are bounds that ppdiffusers and paddlenlp lack: above them, they do not import, or need NumPy 2.
+    # Others drift too, so the tested way has versions as constraints: pip install -c constraints.txt ".[cpu]"
     # Paddle and paddlenlp import pip and setuptools and do not declare them; not every environment has them.
     install_requires=[
         "ppdiffusers<0.31",
@@ -96,6 +96,8 @@ setup(
         "typing_extensions>=4.6",
         "huggingface_hub<0.26",
         "aistudio-sdk<0.3",
+        "datasets<4",
+        "pyarrow<19",
     ],
     # Each adds to the locked set and replaces nothing of it. The test tools are no extra: their newest versions would.
     extras_require={

@@ -1,6 +1,7 @@
 # The server on a CPU, with the default stack (Paddle 3.3.1, ONNX Runtime), as an ordinary user. In the repository's root:
 #   docker build -f docker/cpu.Dockerfile -t ppdiffusers_tome:cpu .
 #   docker run --rm -p 127.0.0.1:8000:8000 -e PPDIFFUSERS_TOME_API_KEY -v "$PWD/build/emoji:/model:ro" ppdiffusers_tome:cpu
+# Another --user needs a home that it can write, in which PaddleNLP makes folders: -e HOME=/tmp
 FROM python:3.11-slim
 
 # Paddle needs the GNU OpenMP library

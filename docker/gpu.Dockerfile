@@ -2,6 +2,7 @@
 # exported with Paddle 2.6.2 and --format paddle or both. Neither built nor run yet. In the repository's root:
 #   docker build -f docker/gpu.Dockerfile -t ppdiffusers_tome:gpu .
 #   docker run --rm --gpus all -p 127.0.0.1:8000:8000 -e PPDIFFUSERS_TOME_API_KEY -v "$PWD/build/emoji:/model:ro" ppdiffusers_tome:gpu
+# Another --user needs a home that it can write, in which PaddleNLP makes folders: -e HOME=/tmp
 FROM nvidia/cuda:11.8.0-cudnn8-runtime-ubuntu22.04
 
 # Ubuntu 22.04 has Python 3.10; Paddle needs the GNU OpenMP library
