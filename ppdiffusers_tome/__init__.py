@@ -4,6 +4,7 @@ Importing the package gives every ppdiffusers pipeline and model the methods `ap
 `tome_summary`, which replace the `apply_tome` that ppdiffusers ships. It has no other side effect.
 """
 
+import warnings
 import zlib  # noqa: F401 - before Paddle 2.6, whose own zlib otherwise crashes Pillow; see warn_if_zlib_is_replaced
 
 from ._version import __version__
@@ -18,7 +19,9 @@ from .errors import (
 )
 
 try:
-    import paddle
+    with warnings.catch_warnings():  # for those who compile operators of their own
+        warnings.filterwarnings("ignore", "No ccache found", UserWarning)
+        import paddle
 except ModuleNotFoundError as error:
     if error.name != "paddle":  # Paddle is there, and lacks something itself
         raise
