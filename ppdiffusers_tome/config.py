@@ -34,6 +34,11 @@ def _integer(value: Any) -> Any:
         return value
 
 
+def _flag(value: Any) -> Any:
+    """NumPy's True or False as Python's; anything else as it is."""
+    return bool(value) if isinstance(value, np.bool_) else value
+
+
 def _number(value: Any) -> Any:
     """A number of any type as a float; anything else as it is."""
     is_number = isinstance(value, Real) and not isinstance(value, (bool, np.bool_))
@@ -43,7 +48,7 @@ def _number(value: Any) -> Any:
 # Errors quote the description of a field: "sx=0 is not allowed: it must be …".
 Number: TypeAlias = Annotated[float, BeforeValidator(_number)]
 Integer: TypeAlias = Annotated[int, BeforeValidator(_integer)]
-Flag: TypeAlias = Annotated[bool, Field(description="True or False")]
+Flag: TypeAlias = Annotated[bool, BeforeValidator(_flag), Field(description="True or False")]
 Tokens: TypeAlias = Annotated[Integer, Field(ge=1, description="an integer number of tokens, 1 or more")]
 Level: TypeAlias = Annotated[Literal[1, 2, 4, 8], BeforeValidator(_integer)]
 WINDOW = "an integer number of tokens, 1 or more, or None for the whole grid"
@@ -145,9 +150,12 @@ class ToMeConfig:
         """The settings that were passed, with the method's defaults in place of the others."""
         if hasattr(given, "kwargs"):  # pydantic's form of a call's arguments
             names, named = [f.name for f in fields(cls)], given.kwargs or {}
+            if len(given.args) > len(names):
+                raise ToMeConfigError(f"ToMeConfig takes {len(names)} settings, but got {len(given.args)}.")
             positional = dict(zip(names, given.args, strict=False))
-            if len(given.args) > len(names) or positional.keys() & named.keys():
-                return given  # pydantic refuses it
+            for name in positional.keys() & named.keys():
+                values = f"{positional[name]!r:.80} by position, and {named[name]!r:.80} by name"
+                raise ToMeConfigError(f"{name} is passed twice: {values}. Leave one out.")
             given = {**positional, **named}
         if not isinstance(given, Mapping):
             return given
@@ -165,7 +173,9 @@ class ToMeConfig:
     def __post_init__(self) -> None:
         method = METHODS.get(self.method)
         if method is None:
-            raise ToMeConfigError(_not_allowed("method", self.method, f"it must be {METHOD}"))
+            nearest = _nearest(self.method, METHODS)
+            hint = f" Did you mean {nearest!r}?" if nearest else ""
+            raise ToMeConfigError(_not_allowed("method", self.method, f"it must be {METHOD}") + hint)
         for name, value in method.fixed.items():
             if getattr(self, name) != value:
                 having = ", ".join(other.name for other in METHODS.values() if name not in other.fixed)
@@ -311,7 +321,8 @@ def _checked_ratio(config: ToMeConfig, method: Method) -> float:
     ratio = next((one for one in (largest, *(exact or ())) if abs(ratio - one) <= 5e-7), ratio)
     if not 0 <= ratio <= largest:  # also rejects NaN
         remedy = "; larger sx or sy raise the maximum" if has_cells and largest < ratio < 1 else ""
-        raise ParameterError("ratio", config.ratio, f"{allowed}{remedy}.")
+        hint = f" Did you mean {ratio / 100:g}, which is {ratio:g} %?" if 1 < ratio <= 100 * largest else ""
+        raise ParameterError("ratio", config.ratio, f"{allowed}{remedy}.{hint}")
     if exact is not None and ratio not in (0, *exact):
         rule = f"method={method.name!r} allows {_alternatives(exact)} with sx={config.sx}, sy={config.sy}"
         usual = method.allowed_ratios(2, 2) or exact
@@ -335,9 +346,16 @@ def check_names(names: Iterable[str]) -> None:
             continue
         if name in REPLACED:
             raise ToMeConfigError(f"{name} is not a setting since release 3.0: {REPLACED[name]}.")
-        nearest = difflib.get_close_matches(str(name), SETTINGS, 1)
-        hint = f"did you mean {nearest[0]}?" if nearest else f"use {', '.join(SETTINGS)}."
+        nearest = _nearest(str(name), SETTINGS)
+        hint = f"did you mean {nearest}?" if nearest else f"use {', '.join(SETTINGS)}."
         raise ToMeConfigError(f"{name!r:.80} is not a setting: {hint}")
+
+
+def _nearest(name: str, names: Iterable[str]) -> str | None:
+    """The one of some names that was probably meant: the one that it contains, or that is written most alike."""
+    lower = name.lower()
+    contained = [one for one in names if f"_{one}_" in f"_{lower}_"]
+    return next(iter(contained or difflib.get_close_matches(lower, list(names), 1)), None)
 
 
 REPLACED = {

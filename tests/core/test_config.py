@@ -103,6 +103,7 @@ def test_a_setting_that_a_method_lacks_is_an_error_that_lists_the_methods_with_i
     [
         ({"ration": 0.5}, "'ration' is not a setting: did you mean ratio\\?"),
         ({"merge_atn": True}, "'merge_atn' is not a setting: did you mean merge_attn\\?"),
+        ({"merge_ratio": 0.5}, "'merge_ratio' is not a setting: did you mean ratio\\?"),
         ({"qqq": 1}, f"'qqq' is not a setting: use {', '.join(DEFAULTS)}\\."),
     ],
 )
@@ -178,6 +179,15 @@ def test_the_error_names_what_is_allowed():
         ToMeConfig(seed=-1)
     with pytest.raises(ToMeConfigError, match=f"method='ToDo' .* one of {', '.join(METHODS)}"):
         ToMeConfig(method="ToDo")
+
+
+def test_the_error_names_what_was_probably_meant():
+    with pytest.raises(ToMeConfigError, match=r"method='ToDo' .*\. Did you mean 'todo'\?"):
+        ToMeConfig(method="ToDo")
+    with pytest.raises(ToMeConfigError, match=r"ratio=50\.0 .*\. Did you mean 0\.5, which is 50 %\?"):
+        ToMeConfig(50)
+    with pytest.raises(ToMeConfigError, match=r"ratio is passed twice: 0\.5 by position, and 0\.6 by name"):
+        ToMeConfig(0.5, ratio=0.6)
 
 
 def test_config_error_is_a_value_error_and_a_tome_error():
@@ -329,8 +339,8 @@ def test_no_two_ways_to_merge_have_the_same_words():
 
 
 def test_numpy_numbers_are_converted():
-    config = ToMeConfig(np.float32(0.25), "default", sx=np.int64(4), seed=np.uint32(7))
-    assert (type(config.ratio), type(config.sx), type(config.seed)) == (float, int, int)
+    config = ToMeConfig(np.float32(0.25), "default", sx=np.int64(4), seed=np.uint32(7), use_rand=np.True_)
+    assert (type(config.ratio), type(config.sx), type(config.seed), type(config.use_rand)) == (float, int, int, bool)
     assert config == ToMeConfig(0.25, "default", sx=4, seed=7)
 
 
