@@ -104,7 +104,10 @@ def apply_tome(
     given: dict[str, Any] = {name: value for name, value in settings.items() if value is not DEFAULT}
     if ratio is not None:
         given["ratio"] = ratio
-    common = _config_of(config).with_settings(**given)
+    own = _config_of(config)
+    if config is not None:
+        given.setdefault("ratio", own.ratio)
+    common = own.with_settings(**given)
     if common.ratio and (half := half_on_cpu(target)):
         warnings.warn(
             f"weights on the CPU: {', '.join(half)}. Paddle has no half-precision kernels for CPUs, plain or merged: "

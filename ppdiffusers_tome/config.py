@@ -249,6 +249,8 @@ class ToMeConfig:
             settings = content.get("settings")
             if not isinstance(settings, dict):
                 raise ToMeConfigError('it has no object "settings".')
+            if content["version"] == FILE_VERSION:
+                settings = {"method": DEFAULT_METHOD, **settings}  # one without a method is not of 2.x
             return cls(**upgraded(settings))
         except ToMeConfigError as error:
             raise ToMeConfigError(f"{path}: {error}") from None

@@ -120,6 +120,11 @@ def test_a_method_brings_its_defaults_and_a_setting_that_is_passed_wins(pipe):
     assert config_of(pipe.apply_tome(0, config=ToMeConfig(method="todo")).unet) == ToMeConfig(0, "todo")
 
 
+def test_the_ratio_of_a_config_stays_beside_a_method_also_if_it_is_a_default(pipe):
+    for config in (ToMeConfig(0.5, "default"), ToMeConfig(0.5)):
+        assert config_of(pipe.apply_tome(config=config, method="todo").unet) == ToMeConfig(0.5, "todo")
+
+
 def test_editors_and_notebooks_see_the_settings():
     for function in (apply_tome, ppdiffusers_tome.tome):
         parameters = inspect.signature(function).parameters

@@ -468,8 +468,9 @@ def test_a_settings_file_gives_back_the_config(tmp_path):
     assert ToMeConfig.load(path) == ToMeConfig.load(str(path)) == config
     content = json.loads(path.read_text())
     assert content["figures"] == {"speed_up": 1.5} and content["settings"] == vars(config)
-    path.write_text('{"format": "ppdiffusers_tome.config", "version": 2, "settings": {"method": "todo"}}')
-    assert ToMeConfig.load(path) == ToMeConfig(method="todo")
+    for settings, expected in (({"method": "todo"}, ToMeConfig(method="todo")), ({"ratio": 0.5}, ToMeConfig(0.5))):
+        path.write_text(json.dumps({"format": "ppdiffusers_tome.config", "version": 2, "settings": settings}))
+        assert ToMeConfig.load(path) == expected
 
 
 OF_2X = {  # all settings of a file or export of 2.x
