@@ -1190,7 +1190,45 @@ def test_ratio_zero_is_one_ratio():
         refused = server.post("/sdapi/v1/options", {"token_merging_ratio_hr": 0.3}).json()["detail"][0]["msg"]
         assert refused.endswith("it must be one of 0.0, 0.5"), refused
         schema = server.http.get("/openapi.json").text
-        assert '"enum":[0.0,0.5]' in schema and '"enum":[0.0,0.5,0.0]' not in schema
+        assert '"examples":[0.0,0.5]' in schema and '"examples":[0.0,0.5,0.0]' not in schema
+
+
+def test_one_rule_for_ratios():
+    """Both interfaces, options and second passes take what `load_pipeline` takes: the same ratio in six digits."""
+    third, near, other = 1 / 3, 0.333333, 0.3333
+    same_size = {"enable_hr": True, "hr_scale": 1, "seed": 1}
+    with serving(limits=replace(LIMITS, ratios=(0.5, third))) as server:
+
+        def ratios(path, body):
+            answer = server.post(path, body)
+            assert answer.status_code == 200, answer.text
+            job = server.engine.calls[-1][0]
+            return job.ratio, job.second_pass and job.second_pass.ratio
+
+        def options(ratio):
+            return {"override_settings": {"token_merging_ratio": ratio}}
+
+        for ratio in (third, near):
+            assert ratios(OPENAI, {"prompt": "fox", "tome_ratio": ratio}) == (third, None)
+            assert ratios(TEXT, options(ratio)) == ratios(IMAGE, FROM_IMAGE | options(ratio)) == (third, None)
+            assert ratios(TEXT, same_size | options(ratio)) == (third, third)
+            for name, path, body in (
+                ("token_merging_ratio", TEXT, {}),
+                ("token_merging_ratio_hr", TEXT, same_size),
+                ("token_merging_ratio_img2img", IMAGE, FROM_IMAGE),
+            ):
+                assert ratios(path, body | {"override_settings": {name: ratio}})[name.endswith("_hr")] == third
+                assert server.post("/sdapi/v1/options", {name: ratio}).status_code == 200
+                assert server.http.get("/sdapi/v1/options").json()[name] == third
+                assert ratios(path, body)[name.endswith("_hr")] == third
+        for body in ({"prompt": "fox", "tome_ratio": other}, options(other)):
+            answer = server.post(OPENAI if "prompt" in body else TEXT, body)
+            assert answer.status_code == 422 and str(third) in answer.text, answer.text
+        models = server.http.get("/openapi.json").json()["components"]["schemas"]
+    names = ("token_merging_ratio", "token_merging_ratio_hr", "token_merging_ratio_img2img")
+    for model, name in (("ImageRequest", "tome_ratio"), *(("Options", name) for name in names)):
+        schema = models[model]["properties"][name]["anyOf"][0]
+        assert "enum" not in schema and third in schema["examples"] and schema["minimum"] <= near
 
 
 def test_integers_as_in_json_schema(server):
