@@ -17,6 +17,7 @@ from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 
 from .api_errors import ApiError, internal_error
 from .app_config import HOST, AppConfig, canonical_origin, host_of, origin_remedy
@@ -47,7 +48,7 @@ NOT_JSON = {
 
 
 class CountingMiddleware:
-    """ASGI middleware around all others, which counts all answers.
+    """ASGI middleware around all others, which counts all answers to HTTP requests. It refuses websockets.
 
     It strips a trailing slash before routing: a redirect would lose the scheme and the prefix of a proxy in front.
     """
@@ -56,6 +57,12 @@ class CountingMiddleware:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":  # no route has one. Closed before it is accepted, the handshake gets a 403
+            await WebSocketClose()(scope, receive, send)
+            return
+        if scope["type"] != "http":  # the lifespan, which FastAPI answers
+            await self._app(scope, receive, send)
+            return
         start = monotonic()
         path = scope["path"].rstrip("/") or "/"
         endpoint = path if path in ENDPOINTS else "other"  # so that clients cannot create labels
@@ -108,6 +115,9 @@ class RequestMiddleware:
         self._app, self._config = app, config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
         path = scope["path"]
         try:
             await self._check_head(Request(scope))

@@ -40,6 +40,7 @@ from serving_support import (
     until,
 )
 from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.serving import api_openai, middleware, protocol
@@ -854,6 +855,20 @@ def test_requests_that_are_not_http(server):
         client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + 70_000 * b"a")
         assert b" 400 " in client.recv(4096), "the head is too large"
     assert server.http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("config", [AppConfig(), AppConfig(api_key=KEY, origins=("https://good.example",))])
+def test_lifespan_and_websockets_in_another_server(config, caplog):
+    """Other servers send events of the lifespan, and pass on handshakes of websockets, which they answer with 403."""
+    with serving(config=config) as server:
+        with TestClient(server.server.config.app, "http://localhost") as client:  # sends startup and shutdown
+            assert client.get("/health").status_code == 200
+            for path in ("/", "/health", "/queue/join", TEXT):
+                with pytest.raises(WebSocketDisconnect) as caught, client.websocket_connect(path):
+                    pass
+                assert caught.value.code == 1000
+        assert server.requests(200) == 1
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 # Hosts and origins
