@@ -517,12 +517,38 @@ def test_webui_error_names_the_field(server, change, where):
     assert not re.search("(images|guidance_scale|ratio)=", detail["msg"]), "names that this interface does not have"
 
 
+@pytest.mark.parametrize("prefix", ["", "data:image/png;base64,", "\n data:image/png;base64,\n"])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        lambda text: base64.encodebytes(base64.b64decode(text)).decode(),  # as Ruby's too
+        lambda text: "\r\n".join(text[start : start + 76] for start in range(0, len(text), 76)),  # MIME, Android
+        lambda text: f" {text}\t\n",
+    ],
+    ids=["encodebytes", "MIME", "around it"],
+)
+def test_whitespace_in_base64(server, lines, prefix):
+    image = prefix + lines(png(image=halves((200, 10, 30), (0, 99, 0))))
+    for path, fields in (
+        (IMAGE, {"init_images": [image]}),
+        (OPENAI, {"prompt": "fox", "image": image}),
+        ("/sdapi/v1/png-info", {"image": image}),
+    ):
+        answer = server.post(path, fields)
+        assert answer.status_code == 200, answer.text
+    assert server.engine.calls[-1][0].image.getpixel((0, 0)) == (200, 10, 30)
+
+
 @pytest.mark.parametrize(
     ("images", "message"),
     [
         ([], "at least 1 item"),
         ([png(), png()], "at most 1 item"),
         (["/etc/passwd"], "base64"),
+        ([png()[:40] + "!" + png()[40:]], "base64"),
+        ([png()[:40] + "\u00a0" + png()[40:]], "base64"),
+        ([png()[:40] + "\0" + png()[40:]], "base64"),
+        ([png()[:40] + "\n" + png()[41:]], "base64"),
         (["http://127.0.0.1:1/x.png"], "base64"),
         (["data:image/svg+xml,<svg/>"], "base64"),
         ([base64.b64encode(pickle.dumps({})).decode()], "none of PNG"),
