@@ -28,10 +28,11 @@ BEARER = HTTPBearer(auto_error=False, description="the API key")
 BASIC = HTTPBasic(auto_error=False, description="any user, with the API key as password, as webuiapi sends it")
 ASKS_PRIVATE_NETWORK = "access-control-request-private-network"
 PAGE = "/page/"  # the folder of the page's files. They and "/" are public
-WITHOUT_KEY = ("/health", "/ready")  # for load balancers
+# For load balancers and kubelets, which have no key and address a server by its IP. Their answers are no secret.
+PROBES = ("/health", "/ready")
 ENDPOINTS = frozenset(
     (
-        *(*WITHOUT_KEY, "/", "/metrics", "/v1/models", "/v1/images/generations", "/v1/images/edits"),
+        *(*PROBES, "/", "/metrics", "/v1/models", "/v1/images/generations", "/v1/images/edits"),
         *("/sdapi/v1/txt2img", "/sdapi/v1/img2img"),
     )
 )
@@ -130,10 +131,10 @@ class RequestMiddleware:
 
     async def _check_head(self, request: Request) -> None:
         host = request.headers.get("host", "")
-        if not self._config.is_allowed_host(host):
-            raise ApiError(400, _host_refusal(host), code="host_not_allowed")
         path = request.scope["path"]  # as routing reads it; request.url is built from the client's Host header
-        is_open = path in ("/", *WITHOUT_KEY) or path.startswith(PAGE) or request.method == "OPTIONS"  # a preflight
+        if path not in PROBES and not self._config.is_allowed_host(host):
+            raise ApiError(400, _host_refusal(host), code="host_not_allowed")
+        is_open = path in ("/", *PROBES) or path.startswith(PAGE) or request.method == "OPTIONS"  # a preflight
         key = self._config.api_key
         if key is not None and not is_open and not await _has_key(request, key):
             scheme = 'Basic realm="ppdiffusers_tome"' if path.startswith("/sdapi/") else "Bearer"

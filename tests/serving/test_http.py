@@ -910,6 +910,24 @@ def test_allowed_hosts(server):
         assert other.http.get("/v1/models", headers=headers).status_code == 200, "with a key, any host is allowed"
 
 
+def test_probes_by_any_name_of_the_server(server):
+    """A kubelet uses the pod's address, and a load balancer may send no name. Nothing else answers them."""
+    for host in ("10.42.0.17:8000", "[fd00::17]:8000", "evil.example", ""):
+        headers = {"Host": host}
+        for path in ("/health", "/ready", "/health/"):
+            for method in ("GET", "HEAD"):
+                assert server.http.request(method, path, headers=headers).status_code == 200, (host, path)
+        others = {route.path.replace("{name:path}", "health") for route in server.server.config.app.routes}
+        for path in (*others - {"/health", "/ready"}, "/health/x", "/healthz", "//health", "/ready?/v1/models/"):
+            expected = 200 if path.startswith("/ready?") else 400
+            assert server.http.get(path, headers=headers).status_code == expected, (host, path)
+    with server.connect() as client:
+        client.sendall(b"GET /ready HTTP/1.0\r\n\r\n")
+        assert read_answer(client) == (200, {"state": "ready"})
+    page = {"Host": "evil.example", "Origin": "http://evil.example"}
+    assert server.http.post("/health", headers=page).status_code in (403, 405)
+
+
 @pytest.mark.parametrize(
     ("host", "shown", "remedy"),
     [
