@@ -130,6 +130,9 @@ class RequestMiddleware:
             await internal_error().respond(path)(scope, receive, send)
 
     async def _check_head(self, request: Request) -> None:
+        if request.method == "PRI":  # only the preface of HTTP/2 has it, which uvicorn reads as a request
+            message = "this server speaks HTTP/1.1, and the client begins with HTTP/2: set the client to HTTP/1.1"
+            raise ApiError(505, message, code="http_version_not_supported", headers={"Connection": "close"})
         host = request.headers.get("host", "")
         path = request.scope["path"]  # as routing reads it; request.url is built from the client's Host header
         if path not in PROBES and not self._config.is_allowed_host(host):

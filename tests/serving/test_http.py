@@ -646,7 +646,13 @@ def test_form_with_an_image(server):
         (PROMPT + END, 422, "image: it must be one file, and 0 were sent"),
         (PROMPT + FILE + FILE + END, 422, "image: it must be one file, and 2 were sent"),
         (PROMPT + FILE + FILE.replace(b'"image"', b'"image[]"') + END, 422, "2 were sent"),
-        (PROMPT + FILE.replace(b'; filename="a.png"', b"") + END, 422, "image: it must be one file, and 0 were sent"),
+        (
+            PROMPT + FILE.replace(b'; filename="a.png"', b"") + END,
+            422,
+            "image: it must be a file, and was sent as a text",
+        ),
+        (PROMPT + FILE.replace(b'filename="', b"filename*=\"utf-8''") + END, 422, "filename* is none in a form"),
+        (PROMPT + FILE.replace(b'"image"; filename=', b'"image[]"; filename*0=') + END, 422, "sent as a text"),
         (PROMPT + FILE + FILE.replace(b'"image"', b'"mask"') + END, 422, "mask: masks are not supported"),
         (PROMPT + FILE + PROMPT.replace(b"prompt", b"mask") + END, 422, "mask: masks are not supported"),
         (PROMPT + FILE + FILE.replace(b'"image"', b'"size"') + END, 422, "size: only the image is a file"),
@@ -666,6 +672,14 @@ def test_forms_that_are_refused(server, body, status, message):
     answer = server.post(EDITS, content=body, headers=FORM)
     assert answer.status_code == status and message in answer.json()["error"]["message"], answer.text
     assert len(server.engine.calls) == before
+
+
+def test_a_large_file_without_a_filename():
+    with serving() as server:
+        body = PROMPT + FILE.replace(b'; filename="a.png"', b"").replace(png_file(), 2**21 * b"x") + END
+        answer = server.post(EDITS, content=body, headers=FORM)
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and "1024KB" in message and 'filename="a.png"' in message
 
 
 @pytest.mark.parametrize("kind", [None, "application/json", "multipart/form-data", "text/plain; boundary=x"])
@@ -866,6 +880,20 @@ def test_lengths_that_are_no_numbers(server, length, caplog):
     assert answer.status_code == 400 and "Content-Length" in answer.json()["error"]["message"]
     assert len(answer.content) < 300
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]  # httpx logs each request
+
+
+def test_http_2_is_named(server, caplog):
+    """The preface is all that the server reads: neither a name nor a key helps."""
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # and empty settings
+    with serving(config=AppConfig(api_key=KEY)) as with_key:
+        for one in (server, with_key):
+            with one.connect() as client:
+                client.sendall(preface)
+                status, body = read_answer(client)
+                assert status == 505 and body["error"]["code"] == "http_version_not_supported"
+                assert "HTTP/1.1" in body["error"]["message"] and "Host" not in body["error"]["message"]
+                assert client.recv(4096) == b"", "the connection is closed"
+    assert "Invalid HTTP" not in caplog.text
 
 
 def test_large_body_gets_an_answer_after_it_was_sent(server):
