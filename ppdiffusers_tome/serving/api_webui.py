@@ -33,6 +33,7 @@ from .protocol_webui import (
     PngInfoResponse,
     ProgressResponse,
     ProgressState,
+    QueueStatus,
     TextRequest,
     TwoPassRequest,
     WebuiResponse,
@@ -61,6 +62,9 @@ ERRORS = responses(protocol.WebuiErrorResponse, 413, 415, 422)
 IMAGE_ERRORS = ERRORS | responses(protocol.WebuiErrorResponse, 409, 429, 500, 503, 504)
 logger = logging.getLogger(__name__)
 
+# Paths outside of /sdapi that clients ask before they use it. Others of Gradio's pages, such as /config, and those of
+# SD.Next, such as /sdapi/v1/version, are not here: a client with an answer would take this server for one of them.
+probes = APIRouter(tags=["stable-diffusion-webui"])
 router = APIRouter(prefix="/sdapi/v1", tags=["stable-diffusion-webui"], route_class=JsonRoute)
 
 
@@ -247,6 +251,24 @@ async def _service(request: Request) -> WebuiService:
 
 
 Service = Annotated[WebuiService, Depends(_service)]
+
+
+@probes.get("/internal/ping")
+async def ping() -> dict[str, Any]:
+    """Whether there is a server. /ready says whether its model is loaded."""
+    return {}
+
+
+@probes.get("/login_check")
+async def check_login() -> None:
+    """Whether this client may use the server: 401 without the key, if there is one."""
+
+
+@probes.get("/queue/status")
+async def show_queue(service: Service) -> QueueStatus:
+    """The number of waiting images, of both interfaces, and an estimate of their time."""
+    queue = service.queue
+    return QueueStatus(queue_size=queue.progress().waiting, queue_eta=queue.wait_seconds())
 
 
 @router.post("/txt2img", responses=IMAGE_ERRORS)

@@ -141,6 +141,12 @@ class ImageQueue:
         with self._changed:
             return Progress.of(self._calls, len(self._waiting))
 
+    def wait_seconds(self) -> float:
+        """The estimated seconds until no image waits any more; 0 if none waits, or before anything is known."""
+        with self._changed:
+            images = len(self._waiting)
+            return wait_time(images, self._waiting, self._calls, self._max_batch, self._pace) if images else 0.0
+
     def count_tokens(self, prompt: str) -> tuple[int, int, str]:
         """See `Engine.count_tokens`. If an engine is lost, another one counts and it is replaced.
 
