@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from ..run.manifest import Size
@@ -36,6 +37,7 @@ NAMES = {"images": "n", "ratio": "tome_ratio", "wants_merge_map": "merge_map"}
 URL_MODELS = ("dall-e-2", "dall-e-3")  # by OpenAI's rule, requests that name them get URLs unless they say otherwise
 EDITS = "/v1/images/edits"
 MAX_PARTS = 50  # files of a form, and as many other fields; real requests have fewer
+A_FILE = 'a file is a part with a filename, as in filename="a.png", and filename* is none in a form'
 EVENT = {
     "type": "object",
     "description": "with `stream`: one of the events in docs/serve.md, whose data is JSON",
@@ -165,7 +167,7 @@ async def edit(request: Request, service: Service) -> ImagesAnswer:
     if texts.pop("mask", "") or any(files.pop("mask", ())):
         message = "masks are not supported: the whole image is generated again"
         raise ApiError(422, message, "mask", "unsupported_parameter")
-    image = _only_image(files)
+    image = _only_image(texts, files)
     return await _answer(request, service, _read_fields(texts), image, "image_edit")
 
 
@@ -197,9 +199,8 @@ async def _read_form(request: Request) -> tuple[dict[str, str], dict[str, list[b
     """The texts and the files of a form, by name. `RequestMiddleware` limits the size of the body.
 
     Raises:
-        ApiError: 400 the form is malformed, 415 the body is not a form, 422 a text is sent twice, 499 the client
-            disconnected.
-        HTTPException: 400 Starlette refuses the form, for instance because it has too many parts.
+        ApiError: 400 the form is malformed or has too many or too large parts, 415 the body is not a form, 422 a text
+            is sent twice, 499 the client disconnected.
     """
     kind, options = parse_options_header(request.headers.get("content-type"))
     if kind != b"multipart/form-data" or b"boundary" not in options:
@@ -217,6 +218,11 @@ async def _read_form(request: Request) -> tuple[dict[str, str], dict[str, list[b
                     raise ApiError(422, "it is sent more than once", name[:100], "invalid_value")
                 else:
                     texts[name] = value
+    except ApiError:
+        raise
+    except HTTPException as error:  # Starlette's. A field above 1 MiB is most likely meant as a file
+        remedy = f" Only files may be larger: {A_FILE}" if "maximum size" in error.detail else ""
+        raise ApiError(400, f"the form cannot be read: {error.detail}{remedy}", code="invalid_form") from None
     except ValueError as error:  # python-multipart's errors
         raise ApiError(400, f"the form cannot be read: {error!s:.200}", code="invalid_form") from None
     except ClientDisconnect:
@@ -224,9 +230,11 @@ async def _read_form(request: Request) -> tuple[dict[str, str], dict[str, list[b
     return texts, files
 
 
-def _only_image(files: dict[str, list[bytes]]) -> bytes:
+def _only_image(texts: dict[str, str], files: dict[str, list[bytes]]) -> bytes:
     """The image of a form, whose other files are refused."""
     images = files.pop("image", []) + files.pop("image[]", [])
+    if not images and (texts.get("image") or texts.get("image[]")):
+        raise ApiError(422, f"it must be a file, and was sent as a text: {A_FILE}", "image", "invalid_value")
     if len(images) != 1:
         raise ApiError(422, f"it must be one file, and {len(images)} were sent", "image", "invalid_value")
     if files:

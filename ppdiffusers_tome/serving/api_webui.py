@@ -11,6 +11,8 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel
 
 from .._version import __version__
+from ..errors import ToMeConfigError
+from ..run.manifest import find_ratio
 from . import protocol
 from .api_errors import ApiError, responses
 from .app_config import AppConfig
@@ -31,6 +33,7 @@ from .protocol_webui import (
     PngInfoResponse,
     ProgressResponse,
     ProgressState,
+    QueueStatus,
     TextRequest,
     TwoPassRequest,
     WebuiResponse,
@@ -59,6 +62,9 @@ ERRORS = responses(protocol.WebuiErrorResponse, 413, 415, 422)
 IMAGE_ERRORS = ERRORS | responses(protocol.WebuiErrorResponse, 409, 429, 500, 503, 504)
 logger = logging.getLogger(__name__)
 
+# Paths outside of /sdapi that clients ask before they use it. Others of Gradio's pages, such as /config, and those of
+# SD.Next, such as /sdapi/v1/version, are not here: a client with an answer would take this server for one of them.
+probes = APIRouter(tags=["stable-diffusion-webui"])
 router = APIRouter(prefix="/sdapi/v1", tags=["stable-diffusion-webui"], route_class=JsonRoute)
 
 
@@ -90,16 +96,23 @@ class WebuiService:
     def choices(self) -> dict[str, list[Any]]:
         """The allowed values, besides null, of the fields that depend on the export, by name."""
         limits = self.queue.limits
-        ratios = list(dict.fromkeys((0.0, *limits.ratios)))
         return {
             "sampler_name": self.samplers,
             "sampler_index": self.samplers,
             "width": sorted({size.width for size in limits.sizes}),
             "height": sorted({size.height for size in limits.sizes}),
             "sd_model_checkpoint": ["", self.queue.name],
-            "token_merging_ratio": list(limits.ratios),
-            "token_merging_ratio_hr": ratios,
-            "token_merging_ratio_img2img": ratios,
+        }
+
+    @property
+    def _ratios(self) -> dict[str, tuple[float, ...]]:
+        """The allowed ratios, besides null, by the name of their field. In two of them 0 is `token_merging_ratio`."""
+        exported = self.queue.limits.ratios
+        exported_or_zero = tuple(dict.fromkeys((0.0, *exported)))
+        return {
+            "token_merging_ratio": exported,
+            "token_merging_ratio_hr": exported_or_zero,
+            "token_merging_ratio_img2img": exported_or_zero,
         }
 
     @property
@@ -107,6 +120,7 @@ class WebuiService:
         """Keywords of JSON Schema that /openapi.json has for the fields, by name."""
         of_jobs = protocol.schema_keywords(self.queue.limits)
         keywords = {name: {"enum": values} for name, values in self.choices.items()}
+        keywords |= {name: protocol.ratio_keywords(ratios) for name, ratios in self._ratios.items()}
         return keywords | {
             "prompt": of_jobs["prompt"],
             "negative_prompt": of_jobs["negative_prompt"],
@@ -133,7 +147,7 @@ class WebuiService:
         """Change the options that are set."""
         self._check_choices(new)
         for name, value in _known_options(new).items():
-            setattr(self.options, name, value)
+            setattr(self.options, name, find_ratio(value, self._ratios[name]) if name in self._ratios else value)
 
     def log_unknown_fields(self, values: Lenient, prefix: str = "") -> None:
         """Log the names, each once and without the values, which may be secret."""
@@ -194,6 +208,14 @@ class WebuiService:
             value = getattr(values, name) if name in type(values).model_fields else None
             if value is not None and value not in allowed:
                 raise ApiError(422, self._reason(name, value), prefix + name, "invalid_value")
+        for name, ratios in self._ratios.items():
+            ratio = getattr(values, name, None)
+            try:
+                if ratio is not None:
+                    find_ratio(ratio, ratios)
+            except ToMeConfigError:
+                message = f"{ratio} was not exported: it must be one of {', '.join(map(str, ratios))}"
+                raise ApiError(422, message, prefix + name, "invalid_value") from None
 
     def _reason(self, name: str, value: Any) -> str:
         """Why a field cannot have this value."""
@@ -201,10 +223,8 @@ class WebuiService:
             return f"this server has one model: {self.queue.name}"
         if name in ("sampler_name", "sampler_index"):
             return "requests cannot change the exported scheduler: see /sdapi/v1/samplers"
-        if name in ("width", "height"):
-            sizes = ", ".join(str(size) for size in self.queue.limits.sizes)
-            return f"{value!s:.20} was not exported: width x height must be one of {sizes}"
-        return f"it must be one of {', '.join(str(choice) for choice in self.choices[name])}"
+        sizes = ", ".join(str(size) for size in self.queue.limits.sizes)
+        return f"{value!s:.20} was not exported: width x height must be one of {sizes}"
 
     def _check_second_pass(self, values: TwoPassRequest) -> None:
         """Raise ApiError if the second pass asks for what only the first one can choose."""
@@ -231,6 +251,24 @@ async def _service(request: Request) -> WebuiService:
 
 
 Service = Annotated[WebuiService, Depends(_service)]
+
+
+@probes.get("/internal/ping")
+async def ping() -> dict[str, Any]:
+    """Whether there is a server. /ready says whether its model is loaded."""
+    return {}
+
+
+@probes.get("/login_check")
+async def check_login() -> None:
+    """Whether this client may use the server: 401 without the key, if there is one."""
+
+
+@probes.get("/queue/status")
+async def show_queue(service: Service) -> QueueStatus:
+    """The number of waiting images, of both interfaces, and an estimate of their time."""
+    queue = service.queue
+    return QueueStatus(queue_size=queue.progress().waiting, queue_eta=queue.wait_seconds())
 
 
 @router.post("/txt2img", responses=IMAGE_ERRORS)

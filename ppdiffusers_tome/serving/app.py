@@ -70,7 +70,8 @@ def create_app(queue: ImageQueue, config: AppConfig) -> FastAPI:
         config: time limits, sizes and the API key.
 
     Returns:
-        An ASGI application. It reads no file and stores nothing of a request after its answer.
+        An ASGI application. It reads no file and stores nothing of a request after its answer. In a server of your
+        own, start the queue before it and close the queue afterwards: the application's lifespan does neither.
     """
     # FastAPI's documentation pages load scripts from other hosts. /openapi.json describes the interface.
     handlers: dict[Any, Any] = {HTTPException: answer, RequestValidationError: answer, Exception: answer_bug}
@@ -93,6 +94,7 @@ def create_app(queue: ImageQueue, config: AppConfig) -> FastAPI:
     app.include_router(key_routes, dependencies=key, responses=openai)
     app.include_router(api_openai.router, dependencies=key, responses=openai)
     app.include_router(api_webui.router, dependencies=key, responses=webui)
+    app.include_router(api_webui.probes, dependencies=key, responses=openai)
     if config.page:
         app.state.page = _read_page()
         app.include_router(page_routes)

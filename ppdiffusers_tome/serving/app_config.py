@@ -26,7 +26,8 @@ class AppConfig:
         body_bytes: largest body. A larger one is answered with 413, before it is read if its length is in the head.
         hosts: names, besides this machine's own, that requests may address the server by; otherwise a web page could
             reach it through a DNS name of its own. "*" for any, "*.example.org" for all subdomains. Not checked when
-            an API key is set. Upper and lower case, and a dot at the end, make no difference.
+            an API key is set, nor for /health and /ready. Upper and lower case, and a dot at the end, make no
+            difference.
         origins: of web pages on other hosts, browser extensions and desktop programs that may send requests
             ("https://example.org", "chrome-extension://ID", "app://obsidian.md"); "*" for all. They are compared as
             hosts are, and a scheme's default port makes no difference either.

@@ -222,7 +222,7 @@ class Limits:
         }
 
     def check(self, job: Job, images: int = 1) -> Job:
-        """The job, with the exported ratio that is the same in six digits.
+        """The job, with the exported ratios that are the same in six digits, of its second pass too.
 
         Raises:
             JobError: it is not allowed, or too many images are; with the field and its allowed values.
@@ -232,7 +232,8 @@ class Limits:
         self.check_text("negative_prompt", job.negative_prompt)
         for name in ("seed", "steps", "guidance_scale"):
             self.check_range(name, getattr(job, name))
-        ratio = self._exported_ratio(job)
+        self._check_size(job.size)
+        job = replace(job, ratio=self.exported_ratio(job.ratio))
         if job.strength is not None:
             self._check_strength(job.strength)
             if int(job.steps * job.strength) < 1:
@@ -241,8 +242,8 @@ class Limits:
         if job.wants_merge_map and not self.has_merge_maps:
             raise JobError("wants_merge_map", "merge maps were not exported: export the model with --merge-map")
         if job.second_pass is not None:
-            self._check_second_pass(job.second_pass)
-        return replace(job, ratio=ratio)
+            job = replace(job, second_pass=self._checked_second_pass(job.second_pass))
+        return job
 
     def check_range(self, name: str, value: float) -> None:
         """Raise JobError unless a value is within its range, one of `ranges`.
@@ -260,26 +261,31 @@ class Limits:
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise JobError(name, "it contains an unpaired surrogate, which is not a character")
 
-    def _check_second_pass(self, second: SecondPass) -> None:
+    def exported_ratio(self, ratio: float) -> float:
+        """The exported ratio that is the same in six digits; JobError if there is none."""
+        try:
+            return find_ratio(ratio, self.ratios)
+        except ToMeConfigError:
+            ratios = ", ".join(map(str, self.ratios))
+            raise JobError("ratio", f"ratio {ratio} was not exported: it must be one of {ratios}") from None
+
+    def _checked_second_pass(self, second: SecondPass) -> SecondPass:
         try:
             self.check_range("steps", second.steps)
-            self._exported_ratio(second)
+            self._check_size(second.size)
+            second = replace(second, ratio=self.exported_ratio(second.ratio))
             self._check_strength(second.strength)
             if second.steps > second.strength * MAX_STEPS:
                 message = f"{second.strength} leaves less than {second.steps} of {MAX_STEPS} steps"
                 raise JobError("strength", message)
         except JobError as error:
             raise JobError(f"second_pass.{error.field}", str(error)) from None
+        return second
 
-    def _exported_ratio(self, job: Job | SecondPass) -> float:
-        if job.size not in self.sizes:
+    def _check_size(self, size: Size) -> None:
+        if size not in self.sizes:
             sizes = ", ".join(map(str, self.sizes))
-            raise JobError("size", f"{job.size} was not exported: width x height must be one of {sizes}")
-        try:
-            return find_ratio(job.ratio, self.ratios)
-        except ToMeConfigError:
-            ratios = ", ".join(str(ratio) for ratio in self.ratios)
-            raise JobError("ratio", f"ratio {job.ratio} was not exported: it must be one of {ratios}") from None
+            raise JobError("size", f"{size} was not exported: width x height must be one of {sizes}")
 
     def _check_strength(self, strength: float) -> None:
         if not self.image_to_image:

@@ -17,6 +17,7 @@ from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 
 from .api_errors import ApiError, internal_error
 from .app_config import HOST, AppConfig, canonical_origin, host_of, origin_remedy
@@ -27,10 +28,11 @@ BEARER = HTTPBearer(auto_error=False, description="the API key")
 BASIC = HTTPBasic(auto_error=False, description="any user, with the API key as password, as webuiapi sends it")
 ASKS_PRIVATE_NETWORK = "access-control-request-private-network"
 PAGE = "/page/"  # the folder of the page's files. They and "/" are public
-WITHOUT_KEY = ("/health", "/ready")  # for load balancers
+# For load balancers and kubelets, which have no key and address a server by its IP. Their answers are no secret.
+PROBES = ("/health", "/ready")
 ENDPOINTS = frozenset(
     (
-        *(*WITHOUT_KEY, "/", "/metrics", "/v1/models", "/v1/images/generations", "/v1/images/edits"),
+        *(*PROBES, "/", "/metrics", "/v1/models", "/v1/images/generations", "/v1/images/edits"),
         *("/sdapi/v1/txt2img", "/sdapi/v1/img2img"),
     )
 )
@@ -47,7 +49,7 @@ NOT_JSON = {
 
 
 class CountingMiddleware:
-    """ASGI middleware around all others, which counts all answers.
+    """ASGI middleware around all others, which counts all answers to HTTP requests. It refuses websockets.
 
     It strips a trailing slash before routing: a redirect would lose the scheme and the prefix of a proxy in front.
     """
@@ -56,6 +58,12 @@ class CountingMiddleware:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":  # no route has one. Closed before it is accepted, the handshake gets a 403
+            await WebSocketClose()(scope, receive, send)
+            return
+        if scope["type"] != "http":  # the lifespan, which FastAPI answers
+            await self._app(scope, receive, send)
+            return
         start = monotonic()
         path = scope["path"].rstrip("/") or "/"
         endpoint = path if path in ENDPOINTS else "other"  # so that clients cannot create labels
@@ -108,6 +116,9 @@ class RequestMiddleware:
         self._app, self._config = app, config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
         path = scope["path"]
         try:
             await self._check_head(Request(scope))
@@ -119,11 +130,14 @@ class RequestMiddleware:
             await internal_error().respond(path)(scope, receive, send)
 
     async def _check_head(self, request: Request) -> None:
+        if request.method == "PRI":  # only the preface of HTTP/2 has it, which uvicorn reads as a request
+            message = "this server speaks HTTP/1.1, and the client begins with HTTP/2: set the client to HTTP/1.1"
+            raise ApiError(505, message, code="http_version_not_supported", headers={"Connection": "close"})
         host = request.headers.get("host", "")
-        if not self._config.is_allowed_host(host):
-            raise ApiError(400, _host_refusal(host), code="host_not_allowed")
         path = request.scope["path"]  # as routing reads it; request.url is built from the client's Host header
-        is_open = path in ("/", *WITHOUT_KEY) or path.startswith(PAGE) or request.method == "OPTIONS"  # a preflight
+        if path not in PROBES and not self._config.is_allowed_host(host):
+            raise ApiError(400, _host_refusal(host), code="host_not_allowed")
+        is_open = path in ("/", *PROBES) or path.startswith(PAGE) or request.method == "OPTIONS"  # a preflight
         key = self._config.api_key
         if key is not None and not is_open and not await _has_key(request, key):
             scheme = 'Basic realm="ppdiffusers_tome"' if path.startswith("/sdapi/") else "Bearer"

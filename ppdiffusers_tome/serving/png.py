@@ -18,6 +18,7 @@ from .jobs import Job, JobError, Limits
 ACCEPTED = ("PNG", "JPEG", "WEBP")
 # A name and its value in a line of them, which is matched and not searched: that would take minutes for a megabyte.
 FACT = re.compile(r'[ ]*(\w[^:,"]*):[ ]*("(?:[^"\\]|\\.)*"|[^,]*)(?:,|$)')
+WHITESPACE = " \t\r\n\f\v"
 MAX_SCANS = 100  # of a JPEG; usual ones have about ten. Files of a few KB with thousands take minutes to decode
 
 
@@ -103,7 +104,7 @@ def load_image(source: str | bytes, size: tuple[int, int], limits: Limits) -> Im
 
     Args:
         source: a PNG, JPEG or WEBP file, as bytes, or as text in base64 with or without "data:image/png;base64,"
-            before it. URLs and file names are not read.
+            before it and with or without whitespace in it. URLs and file names are not read.
         size: (width, height) of the result.
         limits: has the limits of pixels, sides and aspect. They are checked before the image is decoded.
 
@@ -146,10 +147,12 @@ def _opened(source: str | bytes, limits: Limits) -> Iterator[Image.Image]:
 
 
 def _from_base64(text: str) -> bytes:
+    """The bytes that a text holds in base64. MIME, Ruby, Android and Python's `encodebytes` break it into lines."""
+    text = text.lstrip(WHITESPACE)
     start = text[:64]
     encoded = text.partition(",")[2] if start.startswith("data:image/") and ";base64," in start else text
     try:
-        return base64.b64decode(encoded, validate=True)
+        return base64.b64decode(encoded.encode("ascii").translate(None, WHITESPACE.encode()), validate=True)
     except ValueError:
         raise JobError("image", "it is not base64: send the bytes of a PNG, JPEG or WEBP file in base64") from None
 

@@ -4,7 +4,7 @@ The models check types and constant bounds. What depends on the export and the c
 added to /openapi.json by `app.App.openapi`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, field_validator
@@ -32,13 +32,21 @@ def schema_keywords(limits: Limits) -> dict[str, dict[str, Any]]:
         "prompt": text,
         "negative_prompt": text,
         "size": {"enum": ["auto", *map(str, limits.sizes)]},
-        "ratio": {"enum": list(limits.ratios)},
+        "ratio": ratio_keywords(limits.ratios),
     }
     for name, (low, high) in limits.ranges.items():
         keywords[name] = {"minimum": low, "maximum": high}
     if not limits.has_merge_maps:
         keywords["wants_merge_map"] = {"enum": [False]}
     return keywords
+
+
+def ratio_keywords(ratios: Sequence[float]) -> dict[str, Any]:
+    """Keywords of JSON Schema for a ratio that is one of these.
+
+    They are `examples`, because an `enum` would refuse what `find_ratio` accepts: 0.333333 for 1/3.
+    """
+    return {"minimum": 0, "exclusiveMaximum": 1, "examples": list(ratios)}
 
 
 def add_keywords(model: dict[str, Any], keywords: Mapping[str, Mapping[str, Any]]) -> None:
@@ -63,7 +71,7 @@ class ImageFields(Strict):
     steps: Integer | None = Field(None, description="denoising steps")
     guidance_scale: float | None = Field(None, description="weight of classifier-free guidance; 1 or less: none")
     negative_prompt: str | None = Field(None, description="what the image should not show")
-    tome_ratio: float | None = Field(None, description="share of tokens to merge away; an exported ratio")
+    tome_ratio: float | None = Field(None, description="share of tokens to merge away; an exported one, in six digits")
     strength: float | None = Field(
         None, gt=0, le=1, description="share of the steps that run on the image; 0.75 if absent"
     )

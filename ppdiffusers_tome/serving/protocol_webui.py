@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -277,6 +277,18 @@ class PngInfoResponse(BaseModel):
     info: str  # the text chunk `parameters`
     items: dict[str, str]  # the other texts
     parameters: dict[str, str]  # those in `info`
+
+
+class QueueStatus(BaseModel):
+    """Gradio's `Estimation`. `rank` and the averages are of events of its own pages, which are not here."""
+
+    msg: Literal["estimation"] = "estimation"
+    rank: None = None
+    queue_size: int  # images that wait
+    avg_event_process_time: None = None
+    avg_event_concurrent_process_time: None = None
+    rank_eta: None = None
+    queue_eta: float  # seconds until none waits, an estimate
 
 
 class EmbeddingsResponse(BaseModel):

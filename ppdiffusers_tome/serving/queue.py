@@ -55,8 +55,8 @@ class ImageQueue:
         batch_wait: seconds, 0 to 60, that the oldest job waits for others to share its call. Time that it spent in the
             queue during an earlier call counts.
         stuck_seconds: duration of a pipeline call after which the queue is unhealthy.
-        min_engines, max_engines: number of engines. More than `min_engines` are loaded while an image has waited for
-            ten seconds, and ended when they have been idle for ten minutes.
+        min_engines, max_engines: number of engines. Another one is loaded when an image has waited for ten seconds and
+            all engines run calls, one after the other. It is ended when it has been idle for ten minutes.
 
     Raises:
         ParameterError: a number is not allowed, or one request may ask for more images than the queue holds.
@@ -140,6 +140,12 @@ class ImageQueue:
         """The current progress."""
         with self._changed:
             return Progress.of(self._calls, len(self._waiting))
+
+    def wait_seconds(self) -> float:
+        """The estimated seconds until no image waits any more; 0 if none waits, or before anything is known."""
+        with self._changed:
+            images = len(self._waiting)
+            return wait_time(images, self._waiting, self._calls, self._max_batch, self._pace) if images else 0.0
 
     def count_tokens(self, prompt: str) -> tuple[int, int, str]:
         """See `Engine.count_tokens`. If an engine is lost, another one counts and it is replaced.
@@ -270,13 +276,15 @@ class ImageQueue:
     def _wait_until_needed(self) -> bool:
         """Block until another engine is needed, and return True; return False if the queue was closed.
 
-        It is needed if an image has waited more than SCALE_UP_SECONDS, or if a thread has ended because it could not
-        replace its engine.
+        It is needed if an image has waited more than SCALE_UP_SECONDS and no other thread will take it, because all
+        run calls: one that loads an engine or a program, or waits for images to fill its batch, will. It is also
+        needed if a thread has ended because it could not replace its engine.
         """
         with self._changed:
             while not self.is_closed:
                 is_late = self._waiting and monotonic() - self._waiting[0].arrived > SCALE_UP_SECONDS
-                if is_late or (self.state == "ready" and self._busy_threads < self._min_engines):
+                all_run = self._busy_threads <= len(self._calls)
+                if (is_late and all_run) or (self.state == "ready" and self._busy_threads < self._min_engines):
                     self._busy_threads += 1
                     self._spare_threads -= 1
                     return True

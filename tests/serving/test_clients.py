@@ -255,6 +255,29 @@ def test_webui_endpoints_that_have_nothing_to_list(webui, server):
     assert requests.get(f"{webui.baseurl}/cmd-flags").status_code == 401, "they need the key"
 
 
+def test_webui_probes():
+    """Discord bots, front ends and IntraPaint ask these before they use the API. Others would be untrue."""
+    with serving(config=AppConfig(api_key="secret")) as other:
+        for path in ("/internal/ping", "/login_check", "/queue/status"):
+            assert other.http.get(path).status_code == 401
+            assert other.http.get(path, auth=("any", "secret")).status_code == 200
+    with serving(capacity=3, batch_wait=0) as server, ThreadPoolExecutor(2) as pool:
+        assert [server.http.get(path).json() for path in ("/internal/ping", "/login_check")] == [{}, None]
+        empty = {"msg": "estimation", "rank": None, "queue_size": 0, "rank_eta": None, "queue_eta": 0}
+        averages = dict.fromkeys(("avg_event_process_time", "avg_event_concurrent_process_time"))
+        assert server.http.get("/queue/status").json() == empty | averages
+        assert server.post(TEXT, {"prompt": "fox"}).status_code == 200  # its time is known
+        server.engine.gate.clear()
+        requests = [pool.submit(server.post, TEXT, {"prompt": "fox", "steps": 5 + more}) for more in range(2)]
+        until(lambda: server.queue.progress().waiting == server.queue.progress().running == 1)
+        status = server.http.get("/queue/status").json()
+        assert status["queue_size"] == 1 and status["queue_eta"] > 0
+        server.engine.gate.set()
+        assert [one.result().status_code for one in requests] == [200, 200]
+        for path in ("/config", "/app_id", "/sdapi/v1/version", "/sdapi/v1/status"):
+            assert server.http.get(path).status_code == 404, path
+
+
 def test_webui_memory_where_it_is_not_known(webui, monkeypatch):
     monkeypatch.setattr(Metrics, "resident_bytes", None)
     assert webui.get_memory()["ram"] == {"error": "unavailable"}

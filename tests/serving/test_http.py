@@ -40,6 +40,7 @@ from serving_support import (
     until,
 )
 from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.serving import api_openai, middleware, protocol
@@ -516,12 +517,38 @@ def test_webui_error_names_the_field(server, change, where):
     assert not re.search("(images|guidance_scale|ratio)=", detail["msg"]), "names that this interface does not have"
 
 
+@pytest.mark.parametrize("prefix", ["", "data:image/png;base64,", "\n data:image/png;base64,\n"])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        lambda text: base64.encodebytes(base64.b64decode(text)).decode(),  # as Ruby's too
+        lambda text: "\r\n".join(text[start : start + 76] for start in range(0, len(text), 76)),  # MIME, Android
+        lambda text: f" {text}\t\n",
+    ],
+    ids=["encodebytes", "MIME", "around it"],
+)
+def test_whitespace_in_base64(server, lines, prefix):
+    image = prefix + lines(png(image=halves((200, 10, 30), (0, 99, 0))))
+    for path, fields in (
+        (IMAGE, {"init_images": [image]}),
+        (OPENAI, {"prompt": "fox", "image": image}),
+        ("/sdapi/v1/png-info", {"image": image}),
+    ):
+        answer = server.post(path, fields)
+        assert answer.status_code == 200, answer.text
+    assert server.engine.calls[-1][0].image.getpixel((0, 0)) == (200, 10, 30)
+
+
 @pytest.mark.parametrize(
     ("images", "message"),
     [
         ([], "at least 1 item"),
         ([png(), png()], "at most 1 item"),
         (["/etc/passwd"], "base64"),
+        ([png()[:40] + "!" + png()[40:]], "base64"),
+        ([png()[:40] + "\u00a0" + png()[40:]], "base64"),
+        ([png()[:40] + "\0" + png()[40:]], "base64"),
+        ([png()[:40] + "\n" + png()[41:]], "base64"),
         (["http://127.0.0.1:1/x.png"], "base64"),
         (["data:image/svg+xml,<svg/>"], "base64"),
         ([base64.b64encode(pickle.dumps({})).decode()], "none of PNG"),
@@ -619,7 +646,13 @@ def test_form_with_an_image(server):
         (PROMPT + END, 422, "image: it must be one file, and 0 were sent"),
         (PROMPT + FILE + FILE + END, 422, "image: it must be one file, and 2 were sent"),
         (PROMPT + FILE + FILE.replace(b'"image"', b'"image[]"') + END, 422, "2 were sent"),
-        (PROMPT + FILE.replace(b'; filename="a.png"', b"") + END, 422, "image: it must be one file, and 0 were sent"),
+        (
+            PROMPT + FILE.replace(b'; filename="a.png"', b"") + END,
+            422,
+            "image: it must be a file, and was sent as a text",
+        ),
+        (PROMPT + FILE.replace(b'filename="', b"filename*=\"utf-8''") + END, 422, "filename* is none in a form"),
+        (PROMPT + FILE.replace(b'"image"; filename=', b'"image[]"; filename*0=') + END, 422, "sent as a text"),
         (PROMPT + FILE + FILE.replace(b'"image"', b'"mask"') + END, 422, "mask: masks are not supported"),
         (PROMPT + FILE + PROMPT.replace(b"prompt", b"mask") + END, 422, "mask: masks are not supported"),
         (PROMPT + FILE + FILE.replace(b'"image"', b'"size"') + END, 422, "size: only the image is a file"),
@@ -639,6 +672,14 @@ def test_forms_that_are_refused(server, body, status, message):
     answer = server.post(EDITS, content=body, headers=FORM)
     assert answer.status_code == status and message in answer.json()["error"]["message"], answer.text
     assert len(server.engine.calls) == before
+
+
+def test_a_large_file_without_a_filename():
+    with serving() as server:
+        body = PROMPT + FILE.replace(b'; filename="a.png"', b"").replace(png_file(), 2**21 * b"x") + END
+        answer = server.post(EDITS, content=body, headers=FORM)
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and "1024KB" in message and 'filename="a.png"' in message
 
 
 @pytest.mark.parametrize("kind", [None, "application/json", "multipart/form-data", "text/plain; boundary=x"])
@@ -841,6 +882,20 @@ def test_lengths_that_are_no_numbers(server, length, caplog):
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]  # httpx logs each request
 
 
+def test_http_2_is_named(server, caplog):
+    """The preface is all that the server reads: neither a name nor a key helps."""
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # and empty settings
+    with serving(config=AppConfig(api_key=KEY)) as with_key:
+        for one in (server, with_key):
+            with one.connect() as client:
+                client.sendall(preface)
+                status, body = read_answer(client)
+                assert status == 505 and body["error"]["code"] == "http_version_not_supported"
+                assert "HTTP/1.1" in body["error"]["message"] and "Host" not in body["error"]["message"]
+                assert client.recv(4096) == b"", "the connection is closed"
+    assert "Invalid HTTP" not in caplog.text
+
+
 def test_large_body_gets_an_answer_after_it_was_sent(server):
     answer = server.post(OPENAI, {"prompt": 300_000 * "x"})
     assert answer.status_code == 413 and answer.json()["error"]["code"] == "body_too_large"
@@ -856,6 +911,20 @@ def test_requests_that_are_not_http(server):
     assert server.http.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize("config", [AppConfig(), AppConfig(api_key=KEY, origins=("https://good.example",))])
+def test_lifespan_and_websockets_in_another_server(config, caplog):
+    """Other servers send events of the lifespan, and pass on handshakes of websockets, which they answer with 403."""
+    with serving(config=config) as server:
+        with TestClient(server.server.config.app, "http://localhost") as client:  # sends startup and shutdown
+            assert client.get("/health").status_code == 200
+            for path in ("/", "/health", "/queue/join", TEXT):
+                with pytest.raises(WebSocketDisconnect) as caught, client.websocket_connect(path):
+                    pass
+                assert caught.value.code == 1000
+        assert server.requests(200) == 1
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 # Hosts and origins
 
 
@@ -867,6 +936,24 @@ def test_allowed_hosts(server):
     with serving(config=AppConfig(api_key=KEY)) as other:
         headers = {"Host": "any.example", "Authorization": f"Bearer {KEY}"}
         assert other.http.get("/v1/models", headers=headers).status_code == 200, "with a key, any host is allowed"
+
+
+def test_probes_by_any_name_of_the_server(server):
+    """A kubelet uses the pod's address, and a load balancer may send no name. Nothing else answers them."""
+    for host in ("10.42.0.17:8000", "[fd00::17]:8000", "evil.example", ""):
+        headers = {"Host": host}
+        for path in ("/health", "/ready", "/health/"):
+            for method in ("GET", "HEAD"):
+                assert server.http.request(method, path, headers=headers).status_code == 200, (host, path)
+        others = {route.path.replace("{name:path}", "health") for route in server.server.config.app.routes}
+        for path in (*others - {"/health", "/ready"}, "/health/x", "/healthz", "//health", "/ready?/v1/models/"):
+            expected = 200 if path.startswith("/ready?") else 400
+            assert server.http.get(path, headers=headers).status_code == expected, (host, path)
+    with server.connect() as client:
+        client.sendall(b"GET /ready HTTP/1.0\r\n\r\n")
+        assert read_answer(client) == (200, {"state": "ready"})
+    page = {"Host": "evil.example", "Origin": "http://evil.example"}
+    assert server.http.post("/health", headers=page).status_code in (403, 405)
 
 
 @pytest.mark.parametrize(
@@ -1190,7 +1277,45 @@ def test_ratio_zero_is_one_ratio():
         refused = server.post("/sdapi/v1/options", {"token_merging_ratio_hr": 0.3}).json()["detail"][0]["msg"]
         assert refused.endswith("it must be one of 0.0, 0.5"), refused
         schema = server.http.get("/openapi.json").text
-        assert '"enum":[0.0,0.5]' in schema and '"enum":[0.0,0.5,0.0]' not in schema
+        assert '"examples":[0.0,0.5]' in schema and '"examples":[0.0,0.5,0.0]' not in schema
+
+
+def test_one_rule_for_ratios():
+    """Both interfaces, options and second passes take what `load_pipeline` takes: the same ratio in six digits."""
+    third, near, other = 1 / 3, 0.333333, 0.3333
+    same_size = {"enable_hr": True, "hr_scale": 1, "seed": 1}
+    with serving(limits=replace(LIMITS, ratios=(0.5, third))) as server:
+
+        def ratios(path, body):
+            answer = server.post(path, body)
+            assert answer.status_code == 200, answer.text
+            job = server.engine.calls[-1][0]
+            return job.ratio, job.second_pass and job.second_pass.ratio
+
+        def options(ratio):
+            return {"override_settings": {"token_merging_ratio": ratio}}
+
+        for ratio in (third, near):
+            assert ratios(OPENAI, {"prompt": "fox", "tome_ratio": ratio}) == (third, None)
+            assert ratios(TEXT, options(ratio)) == ratios(IMAGE, FROM_IMAGE | options(ratio)) == (third, None)
+            assert ratios(TEXT, same_size | options(ratio)) == (third, third)
+            for name, path, body in (
+                ("token_merging_ratio", TEXT, {}),
+                ("token_merging_ratio_hr", TEXT, same_size),
+                ("token_merging_ratio_img2img", IMAGE, FROM_IMAGE),
+            ):
+                assert ratios(path, body | {"override_settings": {name: ratio}})[name.endswith("_hr")] == third
+                assert server.post("/sdapi/v1/options", {name: ratio}).status_code == 200
+                assert server.http.get("/sdapi/v1/options").json()[name] == third
+                assert ratios(path, body)[name.endswith("_hr")] == third
+        for body in ({"prompt": "fox", "tome_ratio": other}, options(other)):
+            answer = server.post(OPENAI if "prompt" in body else TEXT, body)
+            assert answer.status_code == 422 and str(third) in answer.text, answer.text
+        models = server.http.get("/openapi.json").json()["components"]["schemas"]
+    names = ("token_merging_ratio", "token_merging_ratio_hr", "token_merging_ratio_img2img")
+    for model, name in (("ImageRequest", "tome_ratio"), *(("Options", name) for name in names)):
+        schema = models[model]["properties"][name]["anyOf"][0]
+        assert "enum" not in schema and third in schema["examples"] and schema["minimum"] <= near
 
 
 def test_integers_as_in_json_schema(server):

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from math import inf, nan
+from time import sleep
 
 import httpx
 import pytest
@@ -538,6 +539,45 @@ def test_engines_follow_the_load(pool, monkeypatch):
         until(lambda: len(engines) == 3)
         engines[0].gate.set()
         assert [one.result().status_code for one in requests] == 2 * [200]
+
+
+def test_an_engine_that_loads_is_help_for_an_image_that_waits(pool, monkeypatch):
+    """One late image loads one engine, and those that it leaves behind load the next."""
+    monkeypatch.setattr(queue_module, "SCALE_UP_SECONDS", 0.05)
+    may_load, made = [threading.Event() for _ in range(4)], []
+    may_load[0].set()
+
+    def load():
+        made.append(MortalEngine())
+        engine, number = made[-1], len(made) - 1
+        engine.gate.clear()
+        assert may_load[number].wait(60)
+        return engine
+
+    with serving(load=load, max_engines=4, batch_wait=0) as server:
+        until(lambda: server.queue.state == "ready")
+        requests = [pool.submit(ask, server, seed, steps=10 + seed) for seed in range(2)]
+        until(lambda: len(made) == 2)
+        sleep(1.5)  # spare threads look once a second
+        assert len(made) == 2, "the engine that loads will take the image"
+        may_load[1].set()
+        until(lambda: server.queue.progress().running == 2)
+        sleep(1.5)
+        assert len(made) == 2, "no image waits"
+        requests += [pool.submit(ask, server, seed, steps=10 + seed) for seed in range(2, 5)]
+        until(lambda: len(made) == 3)
+        may_load[2].set()
+        until(lambda: len(made) == 4)  # images still wait
+        may_load[3].set()
+        for engine in made:
+            engine.gate.set()
+        assert [one.result().status_code for one in requests] == 5 * [200]
+
+
+def test_an_image_that_waits_for_its_batch_loads_no_engine(pool, monkeypatch):
+    monkeypatch.setattr(queue_module, "SCALE_UP_SECONDS", 0.05)
+    with serving_engines(1, max_engines=2, batch_wait=2.5) as (server, engines):
+        assert ask(server).status_code == 200 and len(engines) == 1
 
 
 def test_replacement_that_does_not_load_leaves_the_other_engines(pool):

@@ -4,10 +4,16 @@ export const FIELDS = ["prompt", "negative_prompt", "seed", "steps", "guidance_s
 const INTEGERS = ["seed", "steps"];
 const NUMBERS = ["seed", "steps", "guidance_scale"];
 
-/** The exported ratio or size that a text means; undefined if there is none. ".5" is 0.5, and "128" is 128x128. */
+/**
+ * The exported ratio or size that a text means; undefined if there is none. ".5" is 0.5, and "128" is 128x128.
+ * Ratios that are the same in six digits are the same ratio, as for the server: "0.333333" is 1/3.
+ */
 export function choiceOf(name, text, model) {
   const value = String(text).trim();
-  if (name === "tome_ratio") return value === "" ? undefined : model.tome_ratios.find((one) => one === Number(value));
+  if (name === "tome_ratio") {
+    const digits = Number(value).toPrecision(6);
+    return value === "" ? undefined : model.tome_ratios.find((one) => one.toPrecision(6) === digits);
+  }
   const size = value.toLowerCase().replaceAll(/\s*[x×]\s*/g, "x");
   return model.sizes.find((one) => one === (size.includes("x") ? size : `${size}x${size}`));
 }

@@ -16,6 +16,10 @@ test("ratios and sizes as people write them", () => {
   for (const [text, ratio] of [[".5", 0.5], ["0", 0], [0, 0], ["0.250", 0.25], ["-0", 0]]) {
     assert.ok(choiceOf("tome_ratio", text, MODEL) == ratio, text);
   }
+  const third = { ...MODEL, tome_ratios: [0.5, 1 / 3] };
+  for (const [text, ratio] of [[`${1 / 3}`, 1 / 3], ["0.333333", 1 / 3], ["0.3333", undefined]]) {
+    assert.equal(choiceOf("tome_ratio", text, third), ratio, text);
+  }
   for (const text of ["", " ", "0.3", "much", "NaN"]) assert.equal(choiceOf("tome_ratio", text, MODEL), undefined, text);
   for (const [text, size] of [["512", "512x512"], ["64 × 48", "64x48"], ["64X64", "64x64"], ["9x9", undefined]]) {
     assert.equal(choiceOf("size", text, MODEL), size);
