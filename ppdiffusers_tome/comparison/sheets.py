@@ -9,6 +9,8 @@ from typing import Any
 
 from PIL import Image, ImageChops, ImageDraw, ImageFont
 
+from ..files import write_file
+
 GAIN = 4  # factor that makes difference maps brighter
 MAX_BYTES = 400_000  # of a JPEG
 QUALITIES = (85, 75, 65, 55)
@@ -63,5 +65,5 @@ def save_jpeg(image: Image.Image, path: Path, /, **fields: Any) -> Path:
         if file.tell() <= MAX_BYTES:
             break
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(file.getvalue())
+    write_file(path, file.getvalue())
     return path
