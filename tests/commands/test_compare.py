@@ -4,6 +4,7 @@ import argparse
 import inspect
 import json
 import re
+import subprocess
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -556,3 +557,37 @@ def test_the_device_of_a_result_names_the_gpu(monkeypatch):
     monkeypatch.setattr("paddle.device.cuda.get_device_properties", lambda: gpu)
     about = environment.describe_environment()
     assert about["device"].startswith("gpu:0: NVIDIA T4, 15.8 GB, CUDA ") and about["paddlenlp"][0].isdigit()
+
+
+def test_a_result_names_the_commit_of_the_packages_own_repository_alone(tmp_path, monkeypatch):
+    """And not that of a project in whose folder it is installed."""
+
+    def git(*arguments):
+        command = ["git", "-C", str(tmp_path / "project"), "-c", "user.name=a", "-c", "user.email=a@b.example"]
+        return subprocess.run([*command, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+    def package(*folders):
+        folder = tmp_path.joinpath("project", *folders, "ppdiffusers_tome")
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text("")
+        monkeypatch.setattr(environment, "PACKAGE", folder)
+        return folder
+
+    installed = package(".venv", "site-packages")
+    assert environment.commit() == "none"
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "x")
+    assert environment.commit() == "none", "untracked"
+    git("add", "-f", str(installed))
+    git("commit", "-q", "-m", "a project that tracks its environment")
+    assert environment.commit() == "none"
+    own = package()
+    assert environment.commit() == "none", "copied to the top, and untracked"
+    git("add", str(own))
+    git("commit", "-q", "-m", "the package's own repository")
+    head = git("rev-parse", "--short", "HEAD")
+    assert environment.commit() == head
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "another"))  # as in a hook of another repository
+    assert environment.commit() == head
+    (own / "__init__.py").write_text("changed")
+    assert environment.commit() == f"{head}+"
