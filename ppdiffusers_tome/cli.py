@@ -9,6 +9,7 @@ from ._version import __version__
 from .commands import compare, export, generate, serve
 from .comparison.results import PROGRAM, command_line
 from .errors import ToMeError
+from .replacement import TERMINATED, exit_on_sigterm
 
 Command: TypeAlias = Callable[[argparse._SubParsersAction], None]  # adds a command to the command line
 COMMANDS: tuple[Command, ...] = (compare.add, export.add, generate.add, serve.add)
@@ -33,14 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "generate": f": continue with {command_line(arguments)}",  # what it has generated is on the disk
         "export": ": nothing was written",
     }.get(options.command, "")
-    return exit_status(lambda: options.run(options, arguments), remedy)
+    with exit_on_sigterm():
+        return exit_status(lambda: options.run(options, arguments), remedy)
 
 
 def exit_status(run: Callable[[], int], remedy: str = "") -> int:
-    """What `run` returns; 2 for an invalid argument, 1 for a file that cannot be used, 130 after Ctrl-C.
+    """What `run` returns; 2 for an invalid argument, 1 for a file that cannot be used, 130 after Ctrl-C, 143 if ended.
 
     Errors are one line on stderr, which names options of the command line. `remedy` is what a user can do after
-    Ctrl-C.
+    Ctrl-C or SIGTERM.
     """
     try:
         return run()
@@ -53,6 +55,11 @@ def exit_status(run: Callable[[], int], remedy: str = "") -> int:
     except KeyboardInterrupt:
         print(f"interrupted{remedy}", file=sys.stderr)
         return INTERRUPTED
+    except SystemExit as end:
+        if end.code != TERMINATED:
+            raise
+        print(f"terminated{remedy}", file=sys.stderr)
+        return TERMINATED
 
 
 def _parser() -> argparse.ArgumentParser:
