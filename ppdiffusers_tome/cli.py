@@ -1,6 +1,7 @@
 """`python -m ppdiffusers_tome`: the command line. It only dispatches to `commands`."""
 
 import argparse
+import io
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     1 is also for a goal that is missed (`compare`) or an image that failed (`generate`).
     """
+    escape_unprintable()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(arguments)
     remedy = {
@@ -36,6 +38,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }.get(options.command, "")
     with exit_on_sigterm():
         return exit_status(lambda: options.run(options, arguments), remedy)
+
+
+def escape_unprintable() -> None:
+    """Let stdout print what its encoding lacks, such as a prompt in Chinese in a terminal without UTF-8, as escapes.
+
+    Otherwise such a character would end a command before it has reported what it computed. stderr does this anyway.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def exit_status(run: Callable[[], int], remedy: str = "") -> int:

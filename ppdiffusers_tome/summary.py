@@ -41,7 +41,10 @@ class BlockSummary:
 
 @dataclass(frozen=True)
 class ToMeSummary:
-    """The blocks that merge, and the multiply-accumulates that this saves. `str()` is a table."""
+    """The blocks that merge, and the multiply-accumulates that this saves.
+
+    `str()` is a table, in ASCII so that any terminal and log can show it.
+    """
 
     settings: dict[str, str]  # denoiser: its config, "off", or what was exported; empty where nothing can merge
     latent: Grid | None  # None where nothing can merge and no size was passed
@@ -62,7 +65,7 @@ class ToMeSummary:
         lines = [f"{name}: {setting}" for name, setting in self.settings.items()]
         lines += self.notes
         if self.latent is not None:
-            lines.append(f"latents {self.latent.h}×{self.latent.w}")
+            lines.append(f"latents {self.latent.h}x{self.latent.w}")
         if self.attention:
             lines.append(f"attention: {', '.join(self.attention)}")
         if self.blocks:
@@ -71,7 +74,7 @@ class ToMeSummary:
                 keys = "" if b.kept_keys == b.kept else f" (keys and values {b.kept_keys})"
                 plain = "plain (min_tokens)" if b.is_gated else "plain"
                 kept, merges = f"{b.kept}{keys} of {b.grid.tokens}", ", ".join(b.merges) or plain
-                rows.append((f"{b.denoiser}.{b.path}", str(b.level), f"{b.grid.h}×{b.grid.w}", kept, merges))
+                rows.append((f"{b.denoiser}.{b.path}", str(b.level), f"{b.grid.h}x{b.grid.w}", kept, merges))
             w = [max(map(len, column)) for column in zip(*rows, strict=True)]
             lines += [f"{a:<{w[0]}}  {b:>{w[1]}}  {c:<{w[2]}}  {d:<{w[3]}}  {e}" for a, b, c, d, e in rows]
         if self.macs is None or self.saved_share is None:

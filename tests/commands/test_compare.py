@@ -2,9 +2,11 @@
 
 import argparse
 import inspect
+import io
 import json
 import re
 import subprocess
+import sys
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -557,6 +559,18 @@ def test_the_device_of_a_result_names_the_gpu(monkeypatch):
     monkeypatch.setattr("paddle.device.cuda.get_device_properties", lambda: gpu)
     about = environment.describe_environment()
     assert about["device"].startswith("gpu:0: NVIDIA T4, 15.8 GB, CUDA ") and about["paddlenlp"][0].isdigit()
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the second is that of LC_ALL=C
+def test_a_terminal_without_utf_8_shows_escapes(errors, model, tmp_path, monkeypatch):
+    """A prompt or a table that it cannot show does not end the command."""
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii", errors=errors))
+    options = ["--model", str(model), "--size", "32", "--steps", "1", "--threads", "1", "--rounds", "1"]
+    options += ["--goal", "0.1dB", "--ratio", "0.5", "--save", str(tmp_path / "größe.json")]
+    assert main(["compare", *options, "--prompt", "红狐狸", "--output", str(tmp_path / "outputs")]) in (0, 1)
+    sys.stdout.flush()
+    assert rb"prompts: \u7ea2\u72d0\u72f8" in printed.getvalue() and b"oal" in printed.getvalue()
 
 
 def test_a_result_names_the_commit_of_the_packages_own_repository_alone(tmp_path, monkeypatch):
