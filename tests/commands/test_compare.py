@@ -22,7 +22,7 @@ from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import compare as compare_command
 from ppdiffusers_tome.commands.merge_options import all_configs, merge_configs
 from ppdiffusers_tome.comparison import environment
-from ppdiffusers_tome.comparison.arms import ComparedArm, Figures, Scene, compare, make_table
+from ppdiffusers_tome.comparison.arms import ComparedArm, Figures, Scene, compare, make_table, most_steps
 from ppdiffusers_tome.comparison.goal import KNOWN, Goal, known_settings, merges_at, parse_goal
 from ppdiffusers_tome.comparison.pipelines import CONTROLNET, class_to_compare
 from ppdiffusers_tome.comparison.results import check_result
@@ -81,6 +81,34 @@ def test_steps_take_turns_in_one_image(pipe, monkeypatch):
     assert [sorted(timed[n : n + 3]) for n in range(0, 12, 3)] == 4 * [["interlace 0.25", "interlace 0.5", "plain"]]
     assert images == ["plain", "interlace 0.5", "interlace 0.25", "plain"]
     assert [len(arm.step_seconds) for arm in arms] == [3, 3, 3]  # without the round that warms up
+
+
+def test_a_scheduler_with_few_steps_times_them_in_several_images(monkeypatch):
+    """That of a latent consistency model has a schedule of at most `original_inference_steps`."""
+    scheduler = ppdiffusers.LCMScheduler(steps_offset=1, original_inference_steps=5)
+    pipe = tiny_pipeline()
+    pipe.scheduler = scheduler
+    pipe.set_progress_bar_config(disable=True)
+    turns, switch_on, steps = [], ComparedArm.switch_on, []
+    monkeypatch.setattr(ComparedArm, "switch_on", lambda arm, pipe: turns.append(arm.name) or switch_on(arm, pipe))
+    arms = compare(pipe, SCENE, [HALF, QUARTER], 3, after_step=lambda done, total: steps.append((done, total)))
+    assert [len(arm.step_seconds) for arm in arms] == [3, 3, 3]
+    assert most_steps(scheduler, 12) == 5 and most_steps(scheduler, 3) == 3
+    # 12 turns in images of 5, 5 and 4 steps, of which the second and third repeat a turn, and 2 steps for each image
+    assert steps[:14] == [(done, 12) for done in (1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 9, 10, 11, 12)]
+    assert steps[14:18] == [(done, 4) for done in (1, 2, 3, 4)]
+    pipe.scheduler = ppdiffusers.LCMScheduler(steps_offset=1, original_inference_steps=1)
+    with pytest.raises(ToMeConfigError, match="cannot be timed: its LCMScheduler runs a single one"):
+        compare(pipe, SCENE, [HALF])
+
+
+def test_command_with_more_steps_than_the_scheduler_has(pipe, tmp_path, capsys):
+    pipe.scheduler = ppdiffusers.LCMScheduler(steps_offset=1, original_inference_steps=5)
+    pipe.save_pretrained(str(tmp_path / "model"))
+    options = ["--model", str(tmp_path / "model"), "--size", "32", "--threads", "1", "--prompt", "a fox"]
+    assert main(["compare", *options, "--steps", "6", "--output", str(tmp_path / "outputs")]) == 2
+    error = capsys.readouterr().err
+    assert "--steps 6 is not allowed: the scheduler, LCMScheduler, has a schedule of at most 5 steps" in error
 
 
 def test_gain_is_the_quotient_of_the_medians_shown(pipe):
