@@ -9,7 +9,7 @@ SECONDS = 10.0  # between two lines
 
 
 class StepLines:
-    """Prints how many steps are finished to stderr, at most one line in `SECONDS`; above a bar of tqdm, if there is one.
+    """Prints to stderr how many steps are finished, at most one line in `SECONDS`; above a bar of tqdm, if any.
 
     Example:
         >>> lines = StepLines()

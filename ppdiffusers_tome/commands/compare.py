@@ -367,6 +367,8 @@ def _next_steps(options: argparse.Namespace, rows: Sequence[Figures], manifest: 
     words += ["--controlnet", options.controlnet] if options.controlnet else []
     words += ["--img2img"] if options.image and not options.controlnet else []
     words += ["--size", *options.size] if options.size else []
-    words += ["--merging", ",".join(f"{name}={value}" for name, value in config.changed_settings().items())]
+    settings = {name: value for name, value in config.changed_settings().items() if name != "ratio"}
+    words += ["--merging", ",".join(f"{name}={value}" for name, value in settings.items())] if settings else []
+    words += ["--ratio", repr(float(config.ratio)), "0"]  # and plain programs, for compare and clients that ask for 0
     export = f"  {command_line(words)}   # on a CPU: faster programs"
     return "\n".join(["Next:", export, f"  pipe.apply_tome({config.describe()})   # in your own code"])

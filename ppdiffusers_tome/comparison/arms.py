@@ -179,16 +179,15 @@ def compare(
 
 def _images(pipe: DiffusionPipeline, scene: Scene, after_step: Callable[[int, int], None]) -> list[Image.Image]:
     """The images of all prompts."""
-    images: list[Image.Image] = []
-    for number, prompt in enumerate(scene.prompts):
+    finished = 0
 
-        def end_step(pipe: DiffusionPipeline, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            steps = pipe.num_timesteps
-            after_step(number * steps + step + 1, len(scene.prompts) * steps)  # noqa: B023: used in this iteration only
-            return tensors
+    def end_step(pipe: DiffusionPipeline, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        nonlocal finished
+        finished += 1
+        after_step(finished, max(finished, len(scene.prompts) * pipe.num_timesteps))
+        return tensors
 
-        images += scene.generate(pipe, prompt, callback_on_step_end=end_step)
-    return images
+    return [image for prompt in scene.prompts for image in scene.generate(pipe, prompt, callback_on_step_end=end_step)]
 
 
 def summary_at(pipe: DiffusionPipeline, config: ToMeConfig | None, size: Size) -> ToMeSummary:
@@ -239,34 +238,33 @@ def _time_steps(
     turns = [arms[n] for index in range(rounds + 1) for n in order_of_round(range(len(arms)), index)]
     limit = most_steps(pipe.scheduler, len(turns))
     knows_memory = not _is_exported(pipe)  # a runtime's memory is not in Paddle's counters
-    taken = 0
-    while taken < len(turns):
-        first = max(taken - 1, 0)
+    first = taken = 0  # the turn of the image's first step, and the number of turns that are taken
+    start = now()
+
+    def end_step(pipe: DiffusionPipeline, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        nonlocal start, taken
+        end, turn = now(), first + step
+        if step > 0 and len(arms) <= turn < len(turns):
+            turns[turn].step_seconds.append(end - start)
+            if knows_memory and (peak := peak_bytes()) is not None:
+                turns[turn].peaks.append(peak)
+        taken = turn + 1
+        if taken < len(turns):  # some schedulers take more steps than they are asked for
+            turns[taken].switch_on(pipe)
+        after_step(min(taken, len(turns)), len(turns))
+        restart_peak()
         start = now()
+        return tensors
 
-        def end_step(pipe: DiffusionPipeline, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            nonlocal start, taken
-            end, turn = now(), first + step  # noqa: B023: the function is used in this iteration only
-            if step > 0 and len(arms) <= turn < len(turns):
-                turns[turn].step_seconds.append(end - start)
-                if knows_memory and (peak := peak_bytes()) is not None:
-                    turns[turn].peaks.append(peak)
-            taken = turn + 1
-            if taken < len(turns):  # some schedulers take more steps than they are asked for
-                turns[taken].switch_on(pipe)
-            after_step(min(taken, len(turns)), len(turns))
-            restart_peak()
-            start = now()
-            return tensors
-
-        changes: dict[str, Any] = {"num_inference_steps": min(limit, len(turns) - first)}
-        changes["callback_on_step_end"] = end_step
-        if "strength" in scene.inputs:  # of which only a share of the steps would run
-            changes["strength"] = 1.0
+    changes: dict[str, Any] = {"callback_on_step_end": end_step}
+    if "strength" in scene.inputs:  # of which only a share of the steps would run
+        changes["strength"] = 1.0
+    while taken < len(turns):
+        before, first = taken, max(taken - 1, 0)
         turns[first].switch_on(pipe)
-        before = taken
         if limit > 1:
-            scene.generate(pipe, scene.prompts[0], **changes)
+            steps = min(limit, len(turns) - first)
+            scene.generate(pipe, scene.prompts[0], num_inference_steps=steps, **changes)
         if taken == before:
             name = type(pipe.scheduler).__name__
             raise ToMeConfigError(f"the steps of this pipeline cannot be timed: its {name} runs a single one.")

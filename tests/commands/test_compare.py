@@ -275,16 +275,17 @@ def test_next_steps_name_what_was_fastest(capsys):
     options = parse("--model", "m", "--size", "64x32", "--method", "interlace", "todo")
     todo = figures(gain=1.2, config=ToMeConfig(method="todo", use_rand=True))
     lines = compare_command._next_steps(options, [PLAIN_FIGURES, figures(gain=1.1), todo], None).splitlines()
-    words = "export --model m --output build/export --size 64x32 --merging ratio=0.75,method=todo,use_rand=True"
+    words = "export --model m --output build/export --size 64x32 --merging method=todo,use_rand=True --ratio 0.75 0"
     assert words in lines[1] and "pipe.apply_tome(ratio=0.75, method='todo', use_rand=True) " in lines[2]
-    assert merge_configs(argparse.Namespace(method=[], config=[], ratio=None, merging=[words.split()[-1]])) == [
-        todo.config
-    ]
+    given = argparse.Namespace(method=[], config=[], ratio=[0.75, 0.0], merging=[words.split()[-4]])
+    assert merge_configs(given) == [todo.config, todo.config.with_settings(ratio=0.0)]
     lines = compare_command._next_steps(options, [PLAIN_FIGURES, figures(gain=1.1)], None).splitlines()
-    assert "--merging ratio=0.5 " in lines[1] and "pipe.apply_tome(ratio=0.5) " in lines[2], "of the default method"
+    assert (
+        "--merging" not in lines[1] and " --ratio 0.5 0 " in lines[1] and "pipe.apply_tome(ratio=0.5) " in lines[2]
+    ), "of the default method"
     former = figures(gain=1.3, config=ToMeConfig(0.5, "default"))
     lines = compare_command._next_steps(options, [PLAIN_FIGURES, former], None).splitlines()
-    assert "--merging ratio=0.5,method=default " in lines[1]
+    assert "--merging method=default --ratio 0.5 0 " in lines[1]
     assert "pipe.apply_tome(ratio=0.5, method='default') " in lines[2]
     for rows in ([PLAIN_FIGURES, figures(gain=0.99)], [PLAIN_FIGURES, figures(gain=None)]):
         assert "not faster here" in compare_command._next_steps(options, rows, None)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ppdiffusers_tome import progress
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.inference import read_manifest
 from ppdiffusers_tome.run.manifest import Size
@@ -359,6 +360,16 @@ def test_image_has_metadata_and_does_not_depend_on_its_batch(tmp_path, exported_
     job = Job("owl", 32, 32, 0.5, seed=42, negative_prompt="red", steps=2, guidance_scale=2.0)
     alone = engine.generate([job])[0].image
     assert np.abs(np.asarray(alone, int) - np.asarray(owl, int)).max() <= 1
+
+
+def test_long_batches_are_not_silent(tmp_path, exported_folder, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS", 0)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("fox\nowl")
+    assert main(command(prompts, exported_folder, tmp_path / "out", "--steps", "2", "--batch", "1")) == 0
+    lines = capsys.readouterr().err.splitlines()
+    steps = [f"batch {batch} of 2, step {step} of 2" for batch in (1, 2) for step in (1, 2)]
+    assert lines[0] == "loading the model" and [line for line in lines if "step" in line] == steps
 
 
 def test_steps_and_guidance_scale_are_the_models_own(tmp_path, exported_folder):
