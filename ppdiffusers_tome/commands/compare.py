@@ -16,6 +16,7 @@ from ppdiffusers import DiffusionPipeline
 
 from ..comparison.arms import MIN_SIDE, ROUNDS, Figures, Scene, compare, draw_sheet, make_table, most_steps
 from ..comparison.environment import commit, describe_environment
+from ..comparison.fonts import font_for, missing
 from ..comparison.goal import Goal, known_settings, merges_at, parse_goal
 from ..comparison.pipelines import CONTROLNET, as_class, class_to_compare
 from ..comparison.results import command_line, make_result, write_result
@@ -328,6 +329,12 @@ def _compare_at(
     arms = compare(pipe, scene, configs, options.rounds, report, after_step)
     rows = [arm.figures(arms[0]) for arm in arms]
     sheet = options.output / f"compare_{name}.jpg"
+    if lacking := missing(font_for(text := "".join(about["prompts"])), text):
+        print(
+            f"no installed font has {lacking}: the sheet shows escapes in their place. Install one, such as Debian's "
+            "fonts-noto-cjk for Chinese, Japanese and Korean.",
+            file=sys.stderr,
+        )
     save_jpeg(draw_sheet(arms, scene), sheet, **size._asdict(), merging=[str(config) for config in configs], **about)
     content = {**size._asdict(), **about, "goal": options.goal, "arms": [asdict(row) for row in rows]}
     write_result(sheet.with_suffix(".json"), make_result("comparison", command, **content))

@@ -21,11 +21,12 @@ from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import compare as compare_command
 from ppdiffusers_tome.commands.merge_options import all_configs, merge_configs
-from ppdiffusers_tome.comparison import environment
+from ppdiffusers_tome.comparison import environment, fonts
 from ppdiffusers_tome.comparison.arms import ComparedArm, Figures, Scene, compare, make_table, most_steps
 from ppdiffusers_tome.comparison.goal import KNOWN, Goal, known_settings, merges_at, parse_goal
 from ppdiffusers_tome.comparison.pipelines import CONTROLNET, class_to_compare
 from ppdiffusers_tome.comparison.results import check_result
+from ppdiffusers_tome.comparison.sheets import make_sheet
 from ppdiffusers_tome.comparison.similarity import psnr, ssim
 from ppdiffusers_tome.errors import ParameterError
 from ppdiffusers_tome.inference import Size, load_pipeline, read_manifest
@@ -280,9 +281,8 @@ def test_next_steps_name_what_was_fastest(capsys):
     given = argparse.Namespace(method=[], config=[], ratio=[0.75, 0.0], merging=[words.split()[-4]])
     assert merge_configs(given) == [todo.config, todo.config.with_settings(ratio=0.0)]
     lines = compare_command._next_steps(options, [PLAIN_FIGURES, figures(gain=1.1)], None).splitlines()
-    assert (
-        "--merging" not in lines[1] and " --ratio 0.5 0 " in lines[1] and "pipe.apply_tome(ratio=0.5) " in lines[2]
-    ), "of the default method"
+    assert "--merging" not in lines[1] and " --ratio 0.5 0 " in lines[1], "of the default method"
+    assert "pipe.apply_tome(ratio=0.5) " in lines[2]
     former = figures(gain=1.3, config=ToMeConfig(0.5, "default"))
     lines = compare_command._next_steps(options, [PLAIN_FIGURES, former], None).splitlines()
     assert "--merging method=default --ratio 0.5 0 " in lines[1]
@@ -588,6 +588,28 @@ def test_the_device_of_a_result_names_the_gpu(monkeypatch):
     monkeypatch.setattr("paddle.device.cuda.get_device_properties", lambda: gpu)
     about = environment.describe_environment()
     assert about["device"].startswith("gpu:0: NVIDIA T4, 15.8 GB, CUDA ") and about["paddlenlp"][0].isdigit()
+
+
+def test_prompts_in_other_scripts_are_legible_on_the_sheet(monkeypatch):
+    """In an installed font that has their characters; without one as escapes, so that prompts differ."""
+    matplotlib = pytest.importorskip("matplotlib")
+    image, prompts = Image.new("RGB", (64, 64), "red"), ("\u0531\u0532", "\u0533\u0534")  # Armenian
+    dejavu = f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf"
+    for installed in (["/no/such.ttf", dejavu], []):
+        monkeypatch.setattr(fonts, "_installed", lambda chars, files=installed: iter(files))
+        font = fonts.font_for("".join(prompts))
+        assert fonts.missing(font, "fox") == ""
+        assert fonts.missing(font, prompts[0]) == ("" if installed else prompts[0])
+        assert fonts.printable(font, "a \u0531") == ("a \u0531" if installed else "a \\u0531")
+        one, other = (np.asarray(make_sheet([("plain", [image])], [text], 64)) for text in prompts)
+        assert not np.array_equal(one, other)
+
+
+def test_command_says_that_no_font_has_a_prompt(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(fonts, "_installed", lambda chars: iter(()))
+    options = ["--model", str(model), "--size", "32", "--steps", "1", "--threads", "1", "--rounds", "1"]
+    assert main(["compare", *options, "--prompt", "\u7ea2\u72d0", "--output", str(tmp_path / "outputs")]) == 0
+    assert "no installed font has \u7ea2\u72d0: the sheet shows escapes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the second is that of LC_ALL=C
