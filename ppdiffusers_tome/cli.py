@@ -1,6 +1,7 @@
 """`python -m ppdiffusers_tome`: the command line. It only dispatches to `commands`."""
 
 import argparse
+import difflib
 import io
 import sys
 from collections.abc import Callable, Sequence
@@ -31,13 +32,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     escape_unprintable()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    options = _parser().parse_args(arguments)
+    options, unknown = _parser().parse_known_args(arguments)
+    if unknown:  # the error of the command, with its usage; argparse's would have that of the program
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest(unknown, options.parser)}")
     remedy = {
         "generate": f": continue with {command_line(arguments)}",  # what it has generated is on the disk
         "export": ": nothing was written",
     }.get(options.command, "")
     with exit_on_sigterm():
         return exit_status(lambda: options.run(options, arguments), remedy)
+
+
+def _nearest(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """A hint at the option that is written like the first unknown one; empty if none is."""
+    known = [name for action in parser._actions for name in action.option_strings if action.help != argparse.SUPPRESS]
+    nearest = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+    return f" (did you mean {nearest[0]}?)" if nearest else ""
 
 
 def escape_unprintable() -> None:

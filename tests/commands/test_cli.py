@@ -79,6 +79,29 @@ def test_sigterm_ends_each_command_as_first_process_of_a_container(command, reme
     assert len(images) in (range(1, 5) if command == "generate" else (0,))
 
 
+@pytest.mark.parametrize("command", ["compare", "export", "generate", "serve"])
+def test_an_unknown_option_is_answered_with_the_usage_of_its_command(command, capsys):
+    arguments = ["--model", "m", "--output", "o", "--prompts", "p", "--sise", "64"]
+    known = {"export": arguments[:4], "generate": arguments[:6], "compare": arguments[:4], "serve": arguments[:2]}
+    with pytest.raises(SystemExit, match="2"):
+        main([command, *known[command], "--sise", "64"])
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: python -m ppdiffusers_tome {command} [-h]")
+    assert "unrecognized arguments: --sise 64 (did you mean --size?)" in error
+
+
+@pytest.mark.parametrize("command", ["compare", "export"])
+def test_a_missing_folder_is_named_before_a_hub(command, tmp_path, monkeypatch, capsys):
+    def no_such_model(model):
+        raise OSError("404 for url https://hub.example/examples/scenes_sd")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ppdiffusers_tome.export.loading._download_index", no_such_model)
+    assert main([command, "--model", "examples/scenes_sd", "--output", "out"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: examples/scenes_sd is not a folder in {tmp_path}, and could not be loaded as")
+
+
 EXAMPLES = {  # by command: how often the examples of its help call each command; None is the program itself
     None: ["compare", "export", "serve"],
     **{name: [name] for name in ("compare", "export", "generate", "serve")},
