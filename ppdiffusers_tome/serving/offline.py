@@ -167,14 +167,14 @@ def generate_batch(
     jobs = [prompt.job for prompt in batch]
 
     def after_step(done: int = 0, total: int = 0) -> bool:
-        if report is not None and done:
+        if report is not None and done:  # none before the first step
             report(done, total)
         return False
 
-    should_stop = None if report is None else after_step
+    options = {} if report is None else {"should_stop": after_step}
     if len(batch) == 1 or (engine.can_batch and jobs[0].shares_call_with(jobs)):
         try:
-            images = engine.generate(jobs, should_stop=should_stop)
+            images = engine.generate(jobs, **options)
         except (EngineLostError, AbandonedError):
             raise
         except Exception as error:  # anything from Paddle: the other prompts may still succeed
