@@ -1,6 +1,8 @@
 """`python -m ppdiffusers_tome`: the command line. It only dispatches to `commands`."""
 
 import argparse
+import difflib
+import io
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -9,6 +11,7 @@ from ._version import __version__
 from .commands import compare, export, generate, serve
 from .comparison.results import PROGRAM, command_line
 from .errors import ToMeError
+from .replacement import TERMINATED, exit_on_sigterm
 
 Command: TypeAlias = Callable[[argparse._SubParsersAction], None]  # adds a command to the command line
 COMMANDS: tuple[Command, ...] = (compare.add, export.add, generate.add, serve.add)
@@ -27,20 +30,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     1 is also for a goal that is missed (`compare`) or an image that failed (`generate`).
     """
+    escape_unprintable()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    options = _parser().parse_args(arguments)
+    options, unknown = _parser().parse_known_args(arguments)
+    if unknown:  # the error of the command, with its usage; argparse's would have that of the program
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest(unknown, options.parser)}")
     remedy = {
         "generate": f": continue with {command_line(arguments)}",  # what it has generated is on the disk
         "export": ": nothing was written",
     }.get(options.command, "")
-    return exit_status(lambda: options.run(options, arguments), remedy)
+    with exit_on_sigterm():
+        return exit_status(lambda: options.run(options, arguments), remedy)
+
+
+def _nearest(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """A hint at the option that is written like the first unknown one; empty if none is."""
+    known = [name for action in parser._actions for name in action.option_strings if action.help != argparse.SUPPRESS]
+    nearest = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+    return f" (did you mean {nearest[0]}?)" if nearest else ""
+
+
+def escape_unprintable() -> None:
+    """Let stdout print what its encoding lacks, such as a prompt in Chinese in a terminal without UTF-8, as escapes.
+
+    Otherwise such a character would end a command before it has reported what it computed. stderr does this anyway.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def exit_status(run: Callable[[], int], remedy: str = "") -> int:
-    """What `run` returns; 2 for an invalid argument, 1 for a file that cannot be used, 130 after Ctrl-C.
+    """What `run` returns; 2 for an invalid argument, 1 for a file that cannot be used, 130 after Ctrl-C, 143 if ended.
 
     Errors are one line on stderr, which names options of the command line. `remedy` is what a user can do after
-    Ctrl-C.
+    Ctrl-C or SIGTERM.
     """
     try:
         return run()
@@ -53,6 +76,11 @@ def exit_status(run: Callable[[], int], remedy: str = "") -> int:
     except KeyboardInterrupt:
         print(f"interrupted{remedy}", file=sys.stderr)
         return INTERRUPTED
+    except SystemExit as end:
+        if end.code != TERMINATED:
+            raise
+        print(f"terminated{remedy}", file=sys.stderr)
+        return TERMINATED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,7 +1,10 @@
 """Write files as a whole."""
 
 import os
+import stat
 import tempfile
+import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from .errors import ParameterError
@@ -12,16 +15,38 @@ UNFINISHED = ".unfinished-"  # start of the names of files that are being writte
 def write_file(path: Path, content: str | bytes) -> None:
     """Write a file, text in UTF-8. Until it is complete on the disk, the earlier one stays, whatever ends the process.
 
+    Several threads and processes may write the same file: readers see the whole content of one of them. An earlier
+    file keeps its mode, and a link still names the file that is written. What is no regular file, such as /dev/stdout
+    or a named pipe, is written in place.
+
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written. The earlier one stays.
     """
-    unfinished = path.with_name(UNFINISHED + path.name)
-    with unfinished.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        mode = path.stat().st_mode  # not of the real path: that of /dev/stdout may name no file
+    except FileNotFoundError:
+        mode = None
+    if mode is not None and not stat.S_ISREG(mode):
+        with path.open("wb") as file:
+            file.write(data)
+        return
+    target = Path(os.path.realpath(path))
+    # Not by `tempfile`, which makes private files: the mode of a new file is up to the umask, which only `open` knows.
+    unfinished = target.with_name(f"{UNFINISHED}{uuid.uuid4().hex}{target.suffix}")
+    try:
+        with unfinished.open("xb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), stat.S_IMODE(mode))
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(target)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
+    folder = os.open(target.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:

@@ -12,10 +12,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+TERMINATED = 128 + signal.SIGTERM  # exit status after SIGTERM, as in shells
+
 
 @contextmanager
 def replacing(folder: Path, overwrite: bool = True) -> Iterator[Path]:
-    """A temporary folder beside `folder` that replaces it on success, and is deleted on any error and on SIGTERM.
+    """A temporary folder beside `folder` that replaces it on success, and is deleted on any error.
+
+    SIGTERM is such an error, SystemExit, unless the program handles that signal itself.
 
     Without `overwrite` it only takes the place of a folder that is missing or empty then.
 
@@ -37,7 +41,7 @@ def replacing(folder: Path, overwrite: bool = True) -> Iterator[Path]:
     _delete_leftovers(target)
     with ExitStack() as stack:
         partial = stack.enter_context(_locked_partial(target))
-        stack.enter_context(_deleted_on_sigterm(partial))
+        stack.enter_context(exit_on_sigterm())
         try:
             yield partial
             partial.chmod(0o755)  # mkdtemp's is private
@@ -179,16 +183,18 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _deleted_on_sigterm(folder: Path) -> Iterator[None]:
-    """Delete a folder before SIGTERM ends the process, unless the program handles that signal itself."""
+def exit_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit(143), unless the program handles that signal itself.
+
+    So what is half-written is deleted, as after an error. The default action would do nothing in the first process of
+    a container: the kernel ignores it there, also if the process sends the signal to itself.
+    """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
 
     def end(number: int, frame: object) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
+        raise SystemExit(TERMINATED)
 
     signal.signal(signal.SIGTERM, end)
     try:

@@ -1,8 +1,10 @@
 """What merging does in a pipeline or model at one image size: which blocks, how many tokens, how many MACs saved."""
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from ppdiffusers import DiffusionPipeline
 
 from .attach.attach import attached_placements
@@ -41,7 +43,10 @@ class BlockSummary:
 
 @dataclass(frozen=True)
 class ToMeSummary:
-    """The blocks that merge, and the multiply-accumulates that this saves. `str()` is a table."""
+    """The blocks that merge, and the multiply-accumulates that this saves.
+
+    `str()` is a table, in ASCII so that any terminal and log can show it.
+    """
 
     settings: dict[str, str]  # denoiser: its config, "off", or what was exported; empty where nothing can merge
     latent: Grid | None  # None where nothing can merge and no size was passed
@@ -62,7 +67,7 @@ class ToMeSummary:
         lines = [f"{name}: {setting}" for name, setting in self.settings.items()]
         lines += self.notes
         if self.latent is not None:
-            lines.append(f"latents {self.latent.h}×{self.latent.w}")
+            lines.append(f"latents {self.latent.h}x{self.latent.w}")
         if self.attention:
             lines.append(f"attention: {', '.join(self.attention)}")
         if self.blocks:
@@ -71,7 +76,7 @@ class ToMeSummary:
                 keys = "" if b.kept_keys == b.kept else f" (keys and values {b.kept_keys})"
                 plain = "plain (min_tokens)" if b.is_gated else "plain"
                 kept, merges = f"{b.kept}{keys} of {b.grid.tokens}", ", ".join(b.merges) or plain
-                rows.append((f"{b.denoiser}.{b.path}", str(b.level), f"{b.grid.h}×{b.grid.w}", kept, merges))
+                rows.append((f"{b.denoiser}.{b.path}", str(b.level), f"{b.grid.h}x{b.grid.w}", kept, merges))
             w = [max(map(len, column)) for column in zip(*rows, strict=True)]
             lines += [f"{a:<{w[0]}}  {b:>{w[1]}}  {c:<{w[2]}}  {d:<{w[3]}}  {e}" for a, b, c, d, e in rows]
         if self.macs is None or self.saved_share is None:
@@ -90,7 +95,7 @@ def tome_summary(
     Args:
         target: a pipeline or model; if merging is off, no block is listed and nothing is saved.
         height, width: the image size; for a pipeline in image pixels, as in its call, for a model in latent pixels.
-            Each defaults to the size in the config of the denoiser.
+            Both or neither: the default is the size in the config of the denoiser.
         frames: latent frames of a video whose frames are one sequence (CogVideoX, Wan, HunyuanVideo), for its MACs;
             by default those in the config, which only CogVideoX has. Tokens are counted in one frame.
 
@@ -99,7 +104,8 @@ def tome_summary(
         exported pipeline it says what was exported, and where nothing can merge, why; neither needs a size.
 
     Raises:
-        ToMeConfigError: target is not a pipeline or model, or a size or frames is not positive, or a size unknown.
+        ToMeConfigError: target is not a pipeline or model, a size or frames is not positive, one of height and width
+            is missing, or the size is unknown.
 
     Example:
         >>> print(pipe.apply_tome(ratio=0.5).tome_summary(height=256, width=256))
@@ -107,7 +113,12 @@ def tome_summary(
     models = denoisers(target)
     placed = {name: attached_placements(denoiser) for name, denoiser in models.items()}
     factor = vae_factor(target) if isinstance(target, DiffusionPipeline) else 1
-    if not models and (height is None or width is None):
+    if (height is None) != (width is None):  # the other one's default would be of another image
+        raise ToMeConfigError(
+            f"{'width' if width is None else 'height'} is missing: pass both height and width, as in "
+            "tome_summary(height=512, width=512), or neither for the size in the model's config."
+        )
+    if not models and height is None:
         return _without_blocks(target, None)
     default = next((grid for grid in map(latent_grid, models.values()) if grid), None)
     latent = Grid(
@@ -116,12 +127,15 @@ def tome_summary(
     )
     if not models:
         return _without_blocks(target, latent)
-    if frames is not None and (isinstance(frames, bool) or not isinstance(frames, int) or frames < 1):
-        raise ToMeConfigError(f"frames={frames!r} is not allowed: it must be an int of at least 1.")
+    if frames is not None and (frames := _integer(given := frames)) < 1:
+        raise ToMeConfigError(f"frames={given!r} is not allowed: it must be an int of at least 1.")
     text, length = text_tokens(target), count_frames(target, frames)
     countable = length is not None and all(is_countable(denoiser) for denoiser in models.values())
     blocks, saved, attention = [], 0.0, set()
     notes = [] if length else ["MACs of a video: pass frames, the number of its latent frames"]
+    if not isinstance(target, DiffusionPipeline) and default is not None and latent.tokens >= 16 * default.tokens:
+        size = f"{latent.h}x{latent.w}"
+        notes.append(f"the size of a model is in latent pixels, here {size}; that of a pipeline in pixels")
     for name, of_denoiser in placed.items():
         for block, placement in of_denoiser:
             grid, use_gpu_form = block.grid(latent), uses_gpu_form(next(iter(models[name].parameters())))
@@ -173,6 +187,14 @@ def _latent_side(name: str, pixels: int | None, factor: int, default: int | None
         if default is None:
             raise ToMeConfigError(f"{name} is required: the model's config has no sample_size to use as the default.")
         return default
-    if isinstance(pixels, bool) or not isinstance(pixels, int) or pixels < factor:
+    if (side := _integer(pixels)) < factor:
         raise ToMeConfigError(f"{name}={pixels!r} is not allowed: it must be an int of at least {factor} pixels.")
-    return pixels // factor
+    return side // factor
+
+
+def _integer(value: Any) -> int:
+    """An int or a NumPy integer as an int; -1 for anything else."""
+    try:
+        return -1 if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        return -1

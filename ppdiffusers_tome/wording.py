@@ -13,7 +13,7 @@ def method_in_words(config: ToMeConfig) -> str:
         >>> method_in_words(ToMeConfig(ratio=0.7, method="symmetric", window=8))
         'symmetric, windows of 8'
     """
-    cells = f"{config.sx}×{config.sy} cells"
+    cells = f"{config.sx}x{config.sy} cells"  # ASCII, as the summary
     words = {
         "sx": cells,
         "sy": cells,

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from ppdiffusers_tome.cli import exit_status
+from ppdiffusers_tome.cli import escape_unprintable, exit_status
 from ppdiffusers_tome.comparison.results import command_line
 
 
@@ -12,6 +12,7 @@ def run_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> in
 
     After Ctrl-C the error names the command that continues a measurement; a `report` has nothing to continue.
     """
+    escape_unprintable()
     options = parser.parse_args(arguments)
     remedy = "" if options.what else f": continue with {command_line(arguments, parser.prog)}"
     return exit_status(lambda: options.run(options, arguments), remedy)

@@ -14,8 +14,9 @@ from paddlenlp.utils.log import logger
 from PIL import Image, ImageOps
 from ppdiffusers import DiffusionPipeline
 
-from ..comparison.arms import MIN_SIDE, ROUNDS, Figures, Scene, compare, draw_sheet, make_table
+from ..comparison.arms import MIN_SIDE, ROUNDS, Figures, Scene, compare, draw_sheet, make_table, most_steps
 from ..comparison.environment import commit, describe_environment
+from ..comparison.fonts import font_for, missing
 from ..comparison.goal import Goal, known_settings, merges_at, parse_goal
 from ..comparison.pipelines import CONTROLNET, as_class, class_to_compare
 from ..comparison.results import command_line, make_result, write_result
@@ -25,6 +26,7 @@ from ..cores import usable_cores
 from ..errors import ParameterError, ToMeConfigError
 from ..export.loading import load_for_export, model_defaults, pipeline_class, require_model_folder
 from ..files import check_writable
+from ..progress import StepLines
 from ..run.manifest import MANIFEST, Manifest, Size, parse_size, ratio_name, read_manifest
 from ..run.pipeline import load_pipeline
 from ..serving.jobs import MAX_SEED, MAX_STEPS
@@ -134,6 +136,9 @@ def _compare(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     about |= {"prompts": [*named] or model_prompts(options.model, "--prompt")[:1], **step_settings(options, own)}
     if plan.image is not None and type(pipe).__name__ != CONTROLNET:
         about["strength"] = _checked_strength(options.strength, about["steps"])
+    if (steps := most_steps(pipe.scheduler, about["steps"])) < about["steps"]:
+        rule = f"the scheduler, {type(pipe.scheduler).__name__}, has a schedule of at most {steps} steps."
+        raise ToMeConfigError(f"--steps {about['steps']} is not allowed: {rule}")
     rows: list[Figures] = []
     for size in sizes:
         configs = plan.configs or _known_configs(options, pipe, size)
@@ -312,11 +317,24 @@ def _compare_at(
     inputs = {} if image is None else {"image": ImageOps.fit(image, (size.width, size.height))}
     inputs |= {"strength": about["strength"]} if "strength" in about else {}
     scene = Scene(about["prompts"], size, about["steps"], about["guidance_scale"], options.seed, options.batch, inputs)
-    arms = compare(
-        pipe, scene, configs, options.rounds, lambda line: print(f"  {line} …", file=sys.stderr, flush=True)
-    )
+    lines = StepLines()
+
+    def report(line: str) -> None:
+        print(f"  {line} …", file=sys.stderr, flush=True)
+
+    def after_step(done: int, total: int) -> None:
+        if not sys.stderr.isatty():  # where the pipeline has a bar
+            lines.report("    step", done, total)
+
+    arms = compare(pipe, scene, configs, options.rounds, report, after_step)
     rows = [arm.figures(arms[0]) for arm in arms]
     sheet = options.output / f"compare_{name}.jpg"
+    if lacking := missing(font_for(text := "".join(about["prompts"])), text):
+        print(
+            f"no installed font has {lacking}: the sheet shows escapes in their place. Install one, such as Debian's "
+            "fonts-noto-cjk for Chinese, Japanese and Korean.",
+            file=sys.stderr,
+        )
     save_jpeg(draw_sheet(arms, scene), sheet, **size._asdict(), merging=[str(config) for config in configs], **about)
     content = {**size._asdict(), **about, "goal": options.goal, "arms": [asdict(row) for row in rows]}
     write_result(sheet.with_suffix(".json"), make_result("comparison", command, **content))
@@ -356,6 +374,8 @@ def _next_steps(options: argparse.Namespace, rows: Sequence[Figures], manifest: 
     words += ["--controlnet", options.controlnet] if options.controlnet else []
     words += ["--img2img"] if options.image and not options.controlnet else []
     words += ["--size", *options.size] if options.size else []
-    words += ["--merging", ",".join(f"{name}={value}" for name, value in config.changed_settings().items())]
+    settings = {name: value for name, value in config.changed_settings().items() if name != "ratio"}
+    words += ["--merging", ",".join(f"{name}={value}" for name, value in settings.items())] if settings else []
+    words += ["--ratio", repr(float(config.ratio)), "0"]  # and plain programs, for compare and clients that ask for 0
     export = f"  {command_line(words)}   # on a CPU: faster programs"
     return "\n".join(["Next:", export, f"  pipe.apply_tome({config.describe()})   # in your own code"])

@@ -69,6 +69,8 @@ def _generate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         settings = runtime_settings(manifest, options)
         backend = make_backend(partial(load_engine, model, expected=manifest, threads=load_threads, **settings))
         identity = model_hash(model, {name: settings[name] for name in ("runtime", "device", "precision")})
+        if options.ray:  # whose engines report no steps
+            print(f"loading the model on {options.actors} engines", file=sys.stderr, flush=True)
         summary = generate(prompts, identity, options.output, options.batch, backend)
     for prompt, reason in summary.failures:
         print(f"failed: image {prompt.index} ({prompt.job.prompt!r:.60}): {reason}", file=sys.stderr)

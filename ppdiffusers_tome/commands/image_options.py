@@ -29,13 +29,15 @@ def add_command(
         example: command lines, indented.
         description: more than `about`, for the command's own help.
     """
-    return commands.add_parser(
+    command: argparse.ArgumentParser = commands.add_parser(
         name,
         help=about,
         description=description or about[0].upper() + about[1:] + ".",
         epilog=f"example:\n{example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    command.set_defaults(parser=command)  # for errors about arguments that it does not have
+    return command
 
 
 def add_step_options(group: Options, default: str = "(default: the model's own, or {})") -> None:

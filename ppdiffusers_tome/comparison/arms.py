@@ -12,6 +12,7 @@ from PIL import Image
 from ppdiffusers import DiffusionPipeline
 
 from ..config import ToMeConfig
+from ..errors import ToMeConfigError
 from ..run.manifest import Size
 from ..run.models import ExportedUNet
 from ..summary import ToMeSummary
@@ -143,6 +144,7 @@ def compare(
     configs: Sequence[ToMeConfig],
     rounds: int = ROUNDS,
     report: Callable[[str], None] = lambda line: None,
+    after_step: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[ComparedArm]:
     """Generate the images of a scene plain and merged, and time their steps. The pipeline is plain afterwards.
 
@@ -152,25 +154,40 @@ def compare(
         configs: one for each further arm; of an exported pipeline those that were exported.
         rounds: how many steps of each arm are timed.
         report: called with a line before each part.
+        after_step: called with the number of finished steps of a part, and of all its steps.
 
     Returns:
         The arms; the first one is plain.
 
     Raises:
         NoMergeableLayerError: a config merges nothing in this pipeline, and nothing was generated.
+        ToMeConfigError: the scheduler has no schedule of two steps, so none can be timed.
     """
     arms = [ComparedArm(config, summary_at(pipe, config, scene.size)) for config in (None, *configs)]
     try:
         report(f"{len(arms) * (rounds + 1)} steps for the times")
-        _time_steps(pipe, scene, arms, rounds)
+        _time_steps(pipe, scene, arms, rounds, after_step)
         for arm in arms:
             count = len(scene.prompts) * scene.batch
             report(f"{count} image{'s' if count > 1 else ''}, {arm.name}")
             arm.switch_on(pipe)
-            arm.images = [image for prompt in scene.prompts for image in scene.generate(pipe, prompt)]
+            arm.images = _images(pipe, scene, after_step)
     finally:
         arms[0].switch_on(pipe)
     return arms
+
+
+def _images(pipe: DiffusionPipeline, scene: Scene, after_step: Callable[[int, int], None]) -> list[Image.Image]:
+    """The images of all prompts."""
+    finished = 0
+
+    def end_step(pipe: DiffusionPipeline, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        nonlocal finished
+        finished += 1
+        after_step(finished, max(finished, len(scene.prompts) * pipe.num_timesteps))
+        return tensors
+
+    return [image for prompt in scene.prompts for image in scene.generate(pipe, prompt, callback_on_step_end=end_step)]
 
 
 def summary_at(pipe: DiffusionPipeline, config: ToMeConfig | None, size: Size) -> ToMeSummary:
@@ -185,34 +202,72 @@ def _is_exported(pipe: DiffusionPipeline) -> bool:
     return isinstance(vars(pipe).get("unet"), ExportedUNet)
 
 
-def _time_steps(pipe: DiffusionPipeline, scene: Scene, arms: Sequence[ComparedArm], rounds: int) -> None:
+def most_steps(scheduler: Any, wanted: int) -> int:
+    """The largest number of steps up to `wanted` for which a scheduler has a schedule; 0 if there is none.
+
+    Schedulers of latent consistency models have at most `original_inference_steps` of their config, usually 50.
+    """
+    trial = type(scheduler).from_config(scheduler.config)
+
+    def has_schedule(steps: int) -> bool:
+        try:
+            trial.set_timesteps(steps)
+        except (ValueError, IndexError, ZeroDivisionError):
+            return False
+        return True
+
+    return next(filter(has_schedule, range(wanted, 0, -1)), 0)
+
+
+def _time_steps(
+    pipe: DiffusionPipeline,
+    scene: Scene,
+    arms: Sequence[ComparedArm],
+    rounds: int,
+    after_step: Callable[[int, int], None],
+) -> None:
     """Time `rounds` steps of each arm within one image, in which the arms take turns from step to step.
 
     So another program that slows this machine down slows all arms down alike. The first round warms up, and the image
-    is thrown away.
+    is thrown away. If the scheduler has no schedule of so many steps, further images take the other turns. The first
+    step of an image does not count, because it includes the text encoder; so a further image repeats the last turn.
+
+    Raises:
+        ToMeConfigError: the scheduler has a single step, or the pipeline reports none.
     """
-    order = [arms[n] for index in range(rounds + 1) for n in order_of_round(range(len(arms)), index)]
+    turns = [arms[n] for index in range(rounds + 1) for n in order_of_round(range(len(arms)), index)]
+    limit = most_steps(pipe.scheduler, len(turns))
     knows_memory = not _is_exported(pipe)  # a runtime's memory is not in Paddle's counters
+    first = taken = 0  # the turn of the image's first step, and the number of turns that are taken
     start = now()
 
-    def after_step(pipe: DiffusionPipeline, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        nonlocal start
-        end = now()
-        if len(arms) <= step < len(order):
-            order[step].step_seconds.append(end - start)
+    def end_step(pipe: DiffusionPipeline, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        nonlocal start, taken
+        end, turn = now(), first + step
+        if step > 0 and len(arms) <= turn < len(turns):
+            turns[turn].step_seconds.append(end - start)
             if knows_memory and (peak := peak_bytes()) is not None:
-                order[step].peaks.append(peak)
-        if step + 1 < len(order):  # some schedulers take more steps than they are asked for
-            order[step + 1].switch_on(pipe)
+                turns[turn].peaks.append(peak)
+        taken = turn + 1
+        if taken < len(turns):  # some schedulers take more steps than they are asked for
+            turns[taken].switch_on(pipe)
+        after_step(min(taken, len(turns)), len(turns))
         restart_peak()
         start = now()
         return tensors
 
-    changes: dict[str, Any] = {"num_inference_steps": len(order), "callback_on_step_end": after_step}
+    changes: dict[str, Any] = {"callback_on_step_end": end_step}
     if "strength" in scene.inputs:  # of which only a share of the steps would run
         changes["strength"] = 1.0
-    order[0].switch_on(pipe)
-    scene.generate(pipe, scene.prompts[0], **changes)
+    while taken < len(turns):
+        before, first = taken, max(taken - 1, 0)
+        turns[first].switch_on(pipe)
+        if limit > 1:
+            steps = min(limit, len(turns) - first)
+            scene.generate(pipe, scene.prompts[0], num_inference_steps=steps, **changes)
+        if taken == before:
+            name = type(pipe.scheduler).__name__
+            raise ToMeConfigError(f"the steps of this pipeline cannot be timed: its {name} runs a single one.")
 
 
 def make_table(rows: Sequence[Figures]) -> str:

@@ -37,14 +37,24 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checkout's commit, with "+" if tracked files of the package differ from it; "none" without a checkout."""
+    """The checkout's commit, with "+" if tracked files of the package differ from it; "none" without a checkout.
 
-    def git(arguments: str) -> str:
-        process = subprocess.run(["git", *arguments.split()], cwd=PACKAGE, capture_output=True, text=True, check=True)
-        return process.stdout.strip()
+    Only a repository that contains the package at its top counts, not one in which it is installed: an environment in
+    a folder of a project (.venv), or a copy among a project's own files.
+    """
+    # In a hook, git's variables name the repository of the hook.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        done = subprocess.run(command, cwd=PACKAGE, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
 
     try:
-        return git("rev-parse --short HEAD") + ("+" if git("status --porcelain -uno -- .") else "")
+        if git("rev-parse", "--show-prefix") != f"{PACKAGE.name}/":
+            return "none"
+        git("ls-files", "--error-unmatch", "__init__.py")  # fails for an untracked file
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno", "--", ".") else "")
     except (OSError, subprocess.CalledProcessError):
         return "none"
 

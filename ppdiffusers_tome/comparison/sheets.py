@@ -2,12 +2,16 @@
 
 import io
 import json
+import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageChops, ImageDraw, ImageFont
+from PIL import Image, ImageChops, ImageDraw
+
+from ..files import write_file
+from .fonts import Font, font_for, printable
 
 GAIN = 4  # factor that makes difference maps brighter
 MAX_BYTES = 400_000  # of a JPEG
@@ -25,16 +29,23 @@ def difference_map(a: Image.Image, b: Image.Image) -> Image.Image:
     return ImageChops.difference(a, b).point(lambda value: min(GAIN * value, 255))
 
 
+def _wrapped(text: str, font: Font, size: int) -> list[str]:
+    """The lines of a text in a column of `size` px. Chinese characters are twice as wide as letters."""
+    width = max(7, math.ceil(font.getlength(text) / max(len(text), 1)))
+    return textwrap.wrap(text, max(size // width, 4 if width > 7 else 8))
+
+
 def make_sheet(rows: Sequence[tuple[str, Sequence[Image.Image]]], titles: Sequence[str], size: int) -> Image.Image:
     """Draw a grid of images at the lower right of a sheet, each with 4 px of space to its right and below it.
 
     Args:
         rows: a label, to the left of the row, and one RGB image for each title.
-        titles: texts above the columns, such as prompts; wrapped to the width of a column.
+        titles: texts above the columns, such as prompts; wrapped to the width of a column. What no installed font
+            has is written as escapes, such as \\u7ea2.
         size: px, the width and height of a cell; a larger image is scaled down to it.
     """
-    font, step = ImageFont.load_default(13), size + GAP
-    heads = ["\n".join(textwrap.wrap(title, max(size // 7, 8))) for title in titles]
+    font, step = font_for("".join([*titles, *(label for label, _ in rows)])), size + GAP
+    heads = ["\n".join(_wrapped(printable(font, title), font, size)) for title in titles]
     widths = [int(font.getlength(line)) for label, _ in rows for line in label.splitlines()]
     left = max(LEFT, 8 + max(widths, default=0))
     top = 8 + LINE * max(head.count("\n") + 1 for head in heads)
@@ -63,5 +74,5 @@ def save_jpeg(image: Image.Image, path: Path, /, **fields: Any) -> Path:
         if file.tell() <= MAX_BYTES:
             break
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(file.getvalue())
+    write_file(path, file.getvalue())
     return path

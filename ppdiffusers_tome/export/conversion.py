@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ToMeExportError, install_command
 from ..run.onnx_weights import EXTERNAL_SUFFIX
+from ..run.runtime import error_summary
 
 if TYPE_CHECKING:
     import onnx
@@ -61,7 +62,9 @@ class Converter(AbstractContextManager["Converter"]):
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is not None and self._process is not None:  # what it is converting is of no more use
+            self._process.kill()
         self.close()
 
     def close(self) -> None:
@@ -80,7 +83,8 @@ class Converter(AbstractContextManager["Converter"]):
             label: the program's name in messages.
 
         Raises:
-            ToMeExportError: paddle2onnx cannot convert it, or the result is not valid ONNX.
+            ToMeExportError: paddle2onnx cannot convert it, the result is not valid ONNX, or a node of it, which the
+                message names, is not as expected.
         """
         import onnx  # imported here because onnx is optional
 
@@ -88,9 +92,14 @@ class Converter(AbstractContextManager["Converter"]):
 
         target = program.with_suffix(".onnx")
         convert = self._convert_paddle3 if program.suffix == ".json" else self._convert
-        model = convert(program, params, target, label)
-        fix_paddle2onnx(model)
-        onnx.save(model, str(target))
+        try:
+            model = convert(program, params, target, label)
+            fix_paddle2onnx(model)
+            onnx.save(model, str(target))
+        except (ToMeExportError, OSError):
+            raise
+        except Exception as error:  # a program that paddle2onnx or this module does not expect
+            raise ToMeExportError(f"the {label} cannot be converted to ONNX: {error_summary(error)}") from error
         return target
 
     def _convert_paddle3(self, program: Path, params: Path, target: Path, label: str) -> "onnx.ModelProto":

@@ -142,4 +142,10 @@ def load_for_export(
         network = ControlNetModel.from_pretrained(controlnet, **arguments)
         return StableDiffusionControlNetPipeline.from_pretrained(model, controlnet=network, **arguments, **dropped)
     except (OSError, ValueError, KeyError) as error:
-        raise ToMeExportError(f"{model} cannot be loaded: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        if not Path(model).is_dir():
+            raise ToMeExportError(
+                f"{model} is not a folder in {Path.cwd()}, and could not be loaded as the name of a model on a hub: "
+                f"{reason}"
+            ) from error
+        raise ToMeExportError(f"{model} cannot be loaded: {reason}") from error

@@ -53,20 +53,45 @@ def _whole_number(graph: Graph, node: onnx.NodeProto) -> np.ndarray | None:
 
 
 def _scatter_elements(model: onnx.ModelProto) -> None:
-    """Add rows by ScatterElements in place of ScatterND.
+    """Add rows by ScatterElements in place of ScatterND, where each index is the number of a row.
 
-    If several rows are added to the same one, ONNX Runtime's ScatterND loses some of them with several threads.
+    If several rows are added to the same one, ONNX Runtime's ScatterND loses some of them with several threads. Sums
+    into single elements, whose indices have several columns, or of unknown rank stay as they are.
     """
+    ranks = _ranks(model)
 
     def by_elements(node: onnx.NodeProto) -> list[onnx.NodeProto]:
         if node.op_type != "ScatterND" or not any(attribute.s == b"add" for attribute in node.attribute):
             return [node]
-        (data, rows, updates), (output,) = node.input, node.output  # [D, C], [R, 1], [R, C]
-        shape, index = f"{output}.shape", f"{output}.index"
+        (data, rows, updates), (output,) = node.input, node.output  # [D, ...], [R, 1], [R, ...]
+        rank = ranks.get(updates)
+        # Each index has as many numbers as [R, ...] has dimensions less than [D, ...], and one more.
+        if rank is None or ranks.get(data) != rank or ranks.get(rows) != 2:
+            return [node]
+        names = {name: f"{output}.{name}" for name in ("shape", "rows", "rows_shape", "index")}
+        nodes = [helper.make_node("Shape", [updates], [names["shape"]], names["shape"])]
+        if rank != 2:  # [R] or [R, 1, 1, ...]
+            shape = numpy_helper.from_array(np.array([-1] + [1] * (rank - 1)))
+            nodes += [
+                helper.make_node("Constant", [], [names["rows_shape"]], names["rows_shape"], value=shape),
+                helper.make_node("Reshape", [rows, names["rows_shape"]], [names["rows"]], names["rows"]),
+            ]
+            rows = names["rows"]
+        inputs = [data, names["index"], updates]
         return [
-            helper.make_node("Shape", [updates], [shape]),
-            helper.make_node("Expand", [rows, shape], [index]),
-            helper.make_node("ScatterElements", [data, index, updates], [output], axis=0, reduction="add"),
+            *nodes,
+            helper.make_node("Expand", [rows, names["shape"]], [names["index"]], names["index"]),
+            helper.make_node("ScatterElements", inputs, [output], node.name or output, axis=0, reduction="add"),
         ]
 
     rewrite(model, by_elements)
+
+
+def _ranks(model: onnx.ModelProto) -> dict[str, int]:
+    """The number of dimensions of each value, as far as it is known."""
+    graph = onnx.shape_inference.infer_shapes(model).graph
+    ranks = {tensor.name: len(tensor.dims) for tensor in graph.initializer}
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        if value.type.tensor_type.HasField("shape"):
+            ranks[value.name] = len(value.type.tensor_type.shape.dim)
+    return ranks

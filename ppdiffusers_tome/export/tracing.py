@@ -108,8 +108,15 @@ def save(
     unfused.cache_clear()
     return_memory()  # with Paddle 2.6 the conversion needs three times that of the weights
     onnx = converter.convert(program, params, file.label)
-    in_onnx_runtime = OnnxProgram(onnx, OnnxRuntime(threads=runtime.threads))
-    parity = comparison.differences(in_onnx_runtime, FUSED_TOLERANCE, unfused)
+    try:
+        in_onnx_runtime = OnnxProgram(onnx, OnnxRuntime(threads=runtime.threads))
+        parity = comparison.differences(in_onnx_runtime, FUSED_TOLERANCE, unfused)
+    except ToMeExportError:
+        raise
+    except Exception as error:  # of ONNX Runtime, which names the node
+        raise ToMeExportError(
+            f"the {file.label} was converted to ONNX, but ONNX Runtime cannot run it: {error_summary(error)}"
+        ) from error
     _check(parity, FUSED_TOLERANCE, f"{file.label} in ONNX Runtime")
     return replace(file, onnx=onnx.relative_to(root).as_posix(), onnx_parity=parity)
 

@@ -19,15 +19,19 @@ from .onnx_weights import EXTERNAL_SUFFIX, SHARED_BYTES, WEIGHTS_FOLDER, SharedW
 
 
 def _scatter_rows(model: onnx.ModelProto) -> None:
-    """Add rows by ScatterND again: the reverse of `_scatter_elements`."""
+    """Add rows by ScatterND again: the reverse of `onnx_fixes._scatter_elements` for rows of two dimensions.
+
+    Another ScatterElements, of the user's model, may have an expanded index too, and stays.
+    """
     graph = Graph(model)
 
     def by_rows(node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        index = graph.makers.get(node.input[1]) if node.op_type == "ScatterElements" else None
-        if index is None or index.op_type != "Expand":
+        is_ours = node.op_type == "ScatterElements" and node.input[1] == f"{node.output[0]}.index"
+        index = graph.makers.get(node.input[1]) if is_ours else None
+        if index is None or index.op_type != "Expand" or index.input[0] == f"{node.output[0]}.rows":
             return [node]
         inputs = [node.input[0], index.input[0], node.input[2]]
-        return [helper.make_node("ScatterND", inputs, [node.output[0]], reduction="add")]
+        return [helper.make_node("ScatterND", inputs, [node.output[0]], node.name, reduction="add")]
 
     rewrite(model, by_rows)
     drop_unused(model)

@@ -7,6 +7,8 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
+from ..errors import ToMeExportError
+
 
 class Graph:
     """The nodes and constants of a program, by the names of their values.
@@ -49,8 +51,21 @@ class Graph:
 
 
 def rewrite(model: onnx.ModelProto, change: Callable[[onnx.NodeProto], Sequence[onnx.NodeProto]]) -> None:
-    """Replace each node by the nodes that `change` returns for it."""
-    nodes = [changed for node in model.graph.node for changed in change(node)]
+    """Replace each node by the nodes that `change` returns for it.
+
+    Raises:
+        ToMeExportError: `change` fails for a node, which the message names.
+    """
+    nodes: list[onnx.NodeProto] = []
+    for node in model.graph.node:
+        try:
+            nodes += change(node)
+        except Exception as error:  # a program is not as `change` expects it
+            name = node.name or ", ".join(node.output)
+            reason = f"{type(error).__name__}: {error}"
+            raise ToMeExportError(
+                f"the ONNX node {name} ({node.op_type}) cannot be rewritten: {reason:.300}"
+            ) from error
     del model.graph.node[:]
     model.graph.node.extend(nodes)
 

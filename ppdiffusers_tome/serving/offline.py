@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -16,6 +17,7 @@ from tqdm import tqdm
 
 from ..errors import ToMeError
 from ..files import UNFINISHED, write_file
+from ..progress import StepLines
 from ..run.folder import sha256
 from ..run.manifest import MANIFEST
 from .engine import Engine
@@ -134,28 +136,45 @@ def split(prompts: Sequence[Prompt], batch: int) -> list[list[Prompt]]:
 
 
 def generate_here(load: Callable[[], Engine]) -> ImageBackend:
-    """A backend with one engine in this process. It is loaded for the first batch."""
+    """A backend with one engine in this process. It is loaded for the first batch, and stderr says so."""
 
     def run(batches: Sequence[Sequence[Prompt]]) -> ImageResults:
         engine: Engine | None = None
-        for batch in batches:
-            engine = engine or load()
-            yield from generate_batch(engine, batch)
+        lines = StepLines()
+        for number, batch in enumerate(batches, 1):
+            if engine is None:
+                tqdm.write("loading the model", file=sys.stderr)
+                engine = load()
+            label = f"batch {number} of {len(batches)}, step"
+            yield from generate_batch(engine, batch, partial(lines.report, label))
 
     return run
 
 
-def generate_batch(engine: Engine, batch: Sequence[Prompt]) -> list[ImageResult]:
+def generate_batch(
+    engine: Engine, batch: Sequence[Prompt], report: Callable[[int, int], None] | None = None
+) -> list[ImageResult]:
     """Run a batch, in one call if the engine can. If it fails, run each prompt alone, so that the others succeed.
+
+    Args:
+        report: called after each step of a call with the number of finished steps and of all steps; None for engines
+            in another process.
 
     Raises:
         EngineLostError: the engine is lost, so another one must run the batch.
         AbandonedError: the engine was stopped.
     """
     jobs = [prompt.job for prompt in batch]
+
+    def after_step(done: int = 0, total: int = 0) -> bool:
+        if report is not None and done:  # none before the first step
+            report(done, total)
+        return False
+
+    options = {} if report is None else {"should_stop": after_step}
     if len(batch) == 1 or (engine.can_batch and jobs[0].shares_call_with(jobs)):
         try:
-            images = engine.generate(jobs)
+            images = engine.generate(jobs, **options)
         except (EngineLostError, AbandonedError):
             raise
         except Exception as error:  # anything from Paddle: the other prompts may still succeed
@@ -163,7 +182,7 @@ def generate_batch(engine: Engine, batch: Sequence[Prompt]) -> list[ImageResult]
                 return [(batch[0], f"{type(error).__name__}: {error}")]
         else:
             return [(one, encode_png(made.image, one.job, engine)) for one, made in zip(batch, images, strict=True)]
-    return [result for prompt in batch for result in generate_batch(engine, [prompt])]
+    return [result for prompt in batch for result in generate_batch(engine, [prompt], report)]
 
 
 def _write(path: Path, content: bytes) -> None:

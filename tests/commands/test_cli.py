@@ -1,5 +1,7 @@
+import os
 import runpy
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,8 @@ from ppdiffusers_tome import __version__
 from ppdiffusers_tome.cli import _parser, main
 from ppdiffusers_tome.commands import compare, export, generate
 from ppdiffusers_tome.errors import install_command
+from ppdiffusers_tome.replacement import TERMINATED
+from ppdiffusers_tome.serving.offline import LOCK
 
 
 def test_python_m_runs_without_warnings_of_what_it_imports():
@@ -38,6 +42,64 @@ def test_ctrl_c_is_one_line_that_names_how_to_continue(monkeypatch, capsys, modu
     assert main(command.split()) == 130
     error = capsys.readouterr().err
     assert error.startswith(f"interrupted: {remedy}" if remedy else "interrupted\n") and error.count("\n") == 1
+
+
+FIRST_PROCESS = ["unshare", "--pid", "--fork", "--kill-child", "--map-root-user"]  # what follows is process 1
+EMOJI_SD = Path(__file__).parents[2] / "examples" / "emoji_sd"
+
+
+@pytest.mark.parametrize(
+    ("command", "remedy"), [("export", "nothing was written"), ("generate", AGAIN), ("compare", "terminated\n")]
+)
+def test_sigterm_ends_each_command_as_first_process_of_a_container(command, remedy, tmp_path, request):
+    """Also there, where the kernel ignores the default action. What is finished stays, and nothing half-written."""
+    if subprocess.run([*FIRST_PROCESS, "true"], capture_output=True).returncode:
+        pytest.skip("this machine does not allow unshare")
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "output"
+    prompts.write_text("a fox\n" * 5)
+    model = request.getfixturevalue("exported_folder") if command == "generate" else EMOJI_SD
+    arguments = ["--model", str(model), "--output", str(output)]
+    arguments += {
+        "export": ["--ratio", "0.5", "0"],
+        "generate": ["--prompts", str(prompts), "--batch", "1", "--steps", "60", "--guidance-scale", "1"],
+        "compare": ["--prompt", *"abcd", "--steps", "1000", "--threads", "1"],
+    }[command]
+    line = {"export": "exporting", "generate": "1 of 5 images", "compare": "steps for the times"}[command]
+    python = [*FIRST_PROCESS, sys.executable, "-W", "ignore", "-m", "ppdiffusers_tome"]
+    with subprocess.Popen([*python, command, *arguments], stderr=subprocess.PIPE, text=True) as process:
+        assert any(line in written for written in process.stderr), "it ended before"
+        child = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        os.kill(int(child), signal.SIGTERM)
+        rest = process.stderr.read()
+        assert process.wait(60) == TERMINATED
+    assert remedy in rest and "terminated" in rest and "Traceback" not in rest
+    left = [path.name for path in tmp_path.rglob("*") if path.name not in ("prompts.txt", LOCK)]
+    images = [name for name in left if name.endswith(".png")]
+    assert set(left) <= {"output", *images} and not any(name.startswith(".") for name in images)
+    assert len(images) in (range(1, 5) if command == "generate" else (0,))
+
+
+@pytest.mark.parametrize("command", ["compare", "export", "generate", "serve"])
+def test_an_unknown_option_is_answered_with_the_usage_of_its_command(command, capsys):
+    arguments = ["--model", "m", "--output", "o", "--prompts", "p", "--sise", "64"]
+    known = {"export": arguments[:4], "generate": arguments[:6], "compare": arguments[:4], "serve": arguments[:2]}
+    with pytest.raises(SystemExit, match="2"):
+        main([command, *known[command], "--sise", "64"])
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: python -m ppdiffusers_tome {command} [-h]")
+    assert "unrecognized arguments: --sise 64 (did you mean --size?)" in error
+
+
+@pytest.mark.parametrize("command", ["compare", "export"])
+def test_a_missing_folder_is_named_before_a_hub(command, tmp_path, monkeypatch, capsys):
+    def no_such_model(model):
+        raise OSError("404 for url https://hub.example/examples/scenes_sd")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ppdiffusers_tome.export.loading._download_index", no_such_model)
+    assert main([command, "--model", "examples/scenes_sd", "--output", "out"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: examples/scenes_sd is not a folder in {tmp_path}, and could not be loaded as")
 
 
 EXAMPLES = {  # by command: how often the examples of its help call each command; None is the program itself

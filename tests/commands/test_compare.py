@@ -2,8 +2,11 @@
 
 import argparse
 import inspect
+import io
 import json
 import re
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -18,11 +21,12 @@ from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import compare as compare_command
 from ppdiffusers_tome.commands.merge_options import all_configs, merge_configs
-from ppdiffusers_tome.comparison import environment
-from ppdiffusers_tome.comparison.arms import ComparedArm, Figures, Scene, compare, make_table
+from ppdiffusers_tome.comparison import environment, fonts
+from ppdiffusers_tome.comparison.arms import ComparedArm, Figures, Scene, compare, make_table, most_steps
 from ppdiffusers_tome.comparison.goal import KNOWN, Goal, known_settings, merges_at, parse_goal
 from ppdiffusers_tome.comparison.pipelines import CONTROLNET, class_to_compare
 from ppdiffusers_tome.comparison.results import check_result
+from ppdiffusers_tome.comparison.sheets import make_sheet
 from ppdiffusers_tome.comparison.similarity import psnr, ssim
 from ppdiffusers_tome.errors import ParameterError
 from ppdiffusers_tome.inference import Size, load_pipeline, read_manifest
@@ -78,6 +82,34 @@ def test_steps_take_turns_in_one_image(pipe, monkeypatch):
     assert [sorted(timed[n : n + 3]) for n in range(0, 12, 3)] == 4 * [["interlace 0.25", "interlace 0.5", "plain"]]
     assert images == ["plain", "interlace 0.5", "interlace 0.25", "plain"]
     assert [len(arm.step_seconds) for arm in arms] == [3, 3, 3]  # without the round that warms up
+
+
+def test_a_scheduler_with_few_steps_times_them_in_several_images(monkeypatch):
+    """That of a latent consistency model has a schedule of at most `original_inference_steps`."""
+    scheduler = ppdiffusers.LCMScheduler(steps_offset=1, original_inference_steps=5)
+    pipe = tiny_pipeline()
+    pipe.scheduler = scheduler
+    pipe.set_progress_bar_config(disable=True)
+    turns, switch_on, steps = [], ComparedArm.switch_on, []
+    monkeypatch.setattr(ComparedArm, "switch_on", lambda arm, pipe: turns.append(arm.name) or switch_on(arm, pipe))
+    arms = compare(pipe, SCENE, [HALF, QUARTER], 3, after_step=lambda done, total: steps.append((done, total)))
+    assert [len(arm.step_seconds) for arm in arms] == [3, 3, 3]
+    assert most_steps(scheduler, 12) == 5 and most_steps(scheduler, 3) == 3
+    # 12 turns in images of 5, 5 and 4 steps, of which the second and third repeat a turn, and 2 steps for each image
+    assert steps[:14] == [(done, 12) for done in (1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 9, 10, 11, 12)]
+    assert steps[14:18] == [(done, 4) for done in (1, 2, 3, 4)]
+    pipe.scheduler = ppdiffusers.LCMScheduler(steps_offset=1, original_inference_steps=1)
+    with pytest.raises(ToMeConfigError, match="cannot be timed: its LCMScheduler runs a single one"):
+        compare(pipe, SCENE, [HALF])
+
+
+def test_command_with_more_steps_than_the_scheduler_has(pipe, tmp_path, capsys):
+    pipe.scheduler = ppdiffusers.LCMScheduler(steps_offset=1, original_inference_steps=5)
+    pipe.save_pretrained(str(tmp_path / "model"))
+    options = ["--model", str(tmp_path / "model"), "--size", "32", "--threads", "1", "--prompt", "a fox"]
+    assert main(["compare", *options, "--steps", "6", "--output", str(tmp_path / "outputs")]) == 2
+    error = capsys.readouterr().err
+    assert "--steps 6 is not allowed: the scheduler, LCMScheduler, has a schedule of at most 5 steps" in error
 
 
 def test_gain_is_the_quotient_of_the_medians_shown(pipe):
@@ -244,16 +276,16 @@ def test_next_steps_name_what_was_fastest(capsys):
     options = parse("--model", "m", "--size", "64x32", "--method", "interlace", "todo")
     todo = figures(gain=1.2, config=ToMeConfig(method="todo", use_rand=True))
     lines = compare_command._next_steps(options, [PLAIN_FIGURES, figures(gain=1.1), todo], None).splitlines()
-    words = "export --model m --output build/export --size 64x32 --merging ratio=0.75,method=todo,use_rand=True"
+    words = "export --model m --output build/export --size 64x32 --merging method=todo,use_rand=True --ratio 0.75 0"
     assert words in lines[1] and "pipe.apply_tome(ratio=0.75, method='todo', use_rand=True) " in lines[2]
-    assert merge_configs(argparse.Namespace(method=[], config=[], ratio=None, merging=[words.split()[-1]])) == [
-        todo.config
-    ]
+    given = argparse.Namespace(method=[], config=[], ratio=[0.75, 0.0], merging=[words.split()[-4]])
+    assert merge_configs(given) == [todo.config, todo.config.with_settings(ratio=0.0)]
     lines = compare_command._next_steps(options, [PLAIN_FIGURES, figures(gain=1.1)], None).splitlines()
-    assert "--merging ratio=0.5 " in lines[1] and "pipe.apply_tome(ratio=0.5) " in lines[2], "of the default method"
+    assert "--merging" not in lines[1] and " --ratio 0.5 0 " in lines[1], "of the default method"
+    assert "pipe.apply_tome(ratio=0.5) " in lines[2]
     former = figures(gain=1.3, config=ToMeConfig(0.5, "default"))
     lines = compare_command._next_steps(options, [PLAIN_FIGURES, former], None).splitlines()
-    assert "--merging ratio=0.5,method=default " in lines[1]
+    assert "--merging method=default --ratio 0.5 0 " in lines[1]
     assert "pipe.apply_tome(ratio=0.5, method='default') " in lines[2]
     for rows in ([PLAIN_FIGURES, figures(gain=0.99)], [PLAIN_FIGURES, figures(gain=None)]):
         assert "not faster here" in compare_command._next_steps(options, rows, None)
@@ -556,3 +588,71 @@ def test_the_device_of_a_result_names_the_gpu(monkeypatch):
     monkeypatch.setattr("paddle.device.cuda.get_device_properties", lambda: gpu)
     about = environment.describe_environment()
     assert about["device"].startswith("gpu:0: NVIDIA T4, 15.8 GB, CUDA ") and about["paddlenlp"][0].isdigit()
+
+
+def test_prompts_in_other_scripts_are_legible_on_the_sheet(monkeypatch):
+    """In an installed font that has their characters; without one as escapes, so that prompts differ."""
+    matplotlib = pytest.importorskip("matplotlib")
+    image, prompts = Image.new("RGB", (64, 64), "red"), ("\u0531\u0532", "\u0533\u0534")  # Armenian
+    dejavu = f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf"
+    for installed in (["/no/such.ttf", dejavu], []):
+        monkeypatch.setattr(fonts, "_installed", lambda chars, files=installed: iter(files))
+        font = fonts.font_for("".join(prompts))
+        assert fonts.missing(font, "fox") == ""
+        assert fonts.missing(font, prompts[0]) == ("" if installed else prompts[0])
+        assert fonts.printable(font, "a \u0531") == ("a \u0531" if installed else "a \\u0531")
+        one, other = (np.asarray(make_sheet([("plain", [image])], [text], 64)) for text in prompts)
+        assert not np.array_equal(one, other)
+
+
+def test_command_says_that_no_font_has_a_prompt(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(fonts, "_installed", lambda chars: iter(()))
+    options = ["--model", str(model), "--size", "32", "--steps", "1", "--threads", "1", "--rounds", "1"]
+    assert main(["compare", *options, "--prompt", "\u7ea2\u72d0", "--output", str(tmp_path / "outputs")]) == 0
+    assert "no installed font has \u7ea2\u72d0: the sheet shows escapes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the second is that of LC_ALL=C
+def test_a_terminal_without_utf_8_shows_escapes(errors, model, tmp_path, monkeypatch):
+    """A prompt or a table that it cannot show does not end the command."""
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii", errors=errors))
+    options = ["--model", str(model), "--size", "32", "--steps", "1", "--threads", "1", "--rounds", "1"]
+    options += ["--goal", "0.1dB", "--ratio", "0.5", "--save", str(tmp_path / "größe.json")]
+    assert main(["compare", *options, "--prompt", "红狐狸", "--output", str(tmp_path / "outputs")]) in (0, 1)
+    sys.stdout.flush()
+    assert rb"prompts: \u7ea2\u72d0\u72f8" in printed.getvalue() and b"oal" in printed.getvalue()
+
+
+def test_a_result_names_the_commit_of_the_packages_own_repository_alone(tmp_path, monkeypatch):
+    """And not that of a project in whose folder it is installed."""
+
+    def git(*arguments):
+        command = ["git", "-C", str(tmp_path / "project"), "-c", "user.name=a", "-c", "user.email=a@b.example"]
+        return subprocess.run([*command, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+    def package(*folders):
+        folder = tmp_path.joinpath("project", *folders, "ppdiffusers_tome")
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text("")
+        monkeypatch.setattr(environment, "PACKAGE", folder)
+        return folder
+
+    installed = package(".venv", "site-packages")
+    assert environment.commit() == "none"
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "x")
+    assert environment.commit() == "none", "untracked"
+    git("add", "-f", str(installed))
+    git("commit", "-q", "-m", "a project that tracks its environment")
+    assert environment.commit() == "none"
+    own = package()
+    assert environment.commit() == "none", "copied to the top, and untracked"
+    git("add", str(own))
+    git("commit", "-q", "-m", "the package's own repository")
+    head = git("rev-parse", "--short", "HEAD")
+    assert environment.commit() == head
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "another"))  # as in a hook of another repository
+    assert environment.commit() == head
+    (own / "__init__.py").write_text("changed")
+    assert environment.commit() == f"{head}+"

@@ -183,6 +183,23 @@ def test_grids_below_min_tokens_stay_plain(pipe):
 # with pipe.tome(...)
 
 
+def test_the_size_of_a_summary_is_what_its_numbers_say(pipe):
+    pipe.apply_tome(ratio=0.5)
+    expected = pipe.tome_summary(64, 64)
+    assert pipe.tome_summary(np.int64(64), np.int32(64)) == expected and not expected.notes
+    for one in ({"height": 64}, {"width": 64}):
+        with pytest.raises(ToMeConfigError, match=r"(height|width) is missing: pass both height and width"):
+            pipe.tome_summary(**one)
+    for wrong in (64.0, "64", True, np.True_, 0, None):
+        with pytest.raises(ToMeConfigError):
+            pipe.tome_summary(64, wrong)
+    with pytest.raises(ToMeConfigError, match=r"frames=0 is not allowed"):
+        pipe.tome_summary(64, 64, frames=np.int64(0))
+    (note,) = pipe.unet.tome_summary(512, 512).notes
+    assert note == "the size of a model is in latent pixels, here 512x512; that of a pipeline in pixels"
+    assert not pipe.unet.tome_summary().notes
+
+
 def test_context_restores_earlier_settings(pipe):
     with pipe.tome(ratio=0.6, max_downsample=2) as inside:
         assert inside is pipe and ratios(pipe) == [0.6]

@@ -287,7 +287,7 @@ def test_cells_take_remainders_with_them():
         ({"ratio": 0.7, "seed": 3, "method": "default"}, "default"),
         ({"method": "symmetric", "window": 8}, "symmetric, windows of 8"),
         ({"method": "tomesd"}, "tomesd"),
-        ({"method": "kv", "sx": 4, "window": None}, "kv, 4×2 cells, whole grid"),
+        ({"method": "kv", "sx": 4, "window": None}, "kv, 4x2 cells, whole grid"),
         ({"method": "todo"}, "todo"),
         ({"method": "todo", "use_rand": True}, "todo, random dst"),
         (

@@ -24,7 +24,7 @@ from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeExportError, match
 from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.attach.passes import gpu_form
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.export import programs, tracing
+from ppdiffusers_tome.export import onnx_fixes, programs, tracing
 from ppdiffusers_tome.export.conversion import Converter
 from ppdiffusers_tome.grid import Grid
 from ppdiffusers_tome.inference import (
@@ -38,6 +38,7 @@ from ppdiffusers_tome.inference import (
     load_pipeline,
     read_manifest,
 )
+from ppdiffusers_tome.run import onnx_graph
 from ppdiffusers_tome.run.folder import ExportedFolder
 from ppdiffusers_tome.run.onnx_cpu import fused
 from ppdiffusers_tome.run.onnx_gpu import gpu_program, half_program, halve
@@ -293,6 +294,74 @@ def test_merged_tokens_are_complete_with_several_threads(threads, tmp_path, conv
     assert ("ScatterND" in operators_of(fused(tmp_path / saved.onnx, threads))) == (threads == 1)
 
 
+class Scatter(nn.Layer):
+    """Adds updates to a table, as a user's model may."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.one = self.create_parameter([1], default_initializer=nn.initializer.Constant(1.0))
+
+    def forward(self, tokens):  # [B, 8, 4]
+        tokens = tokens * self.one
+        if self.kind == "numbers":
+            rows = paddle.argsort(tokens[0, :, :1], 0) // 2
+            return paddle.scatter_nd_add(paddle.ones([8]), rows, tokens[0, :, 0])
+        if self.kind == "two columns":
+            places = paddle.stack([paddle.argsort(tokens[0, :, 0]) // 2, paddle.argsort(tokens[0, :, 1]) // 3], 1)
+            return paddle.scatter_nd_add(paddle.ones([8, 4]), places, tokens[0, :, 2])
+        if self.kind == "matrices":
+            rows = paddle.argsort(tokens[0, :, :1], 0) // 2
+            return paddle.scatter_nd_add(paddle.ones([8, 2, 2]), rows, tokens[0].reshape([8, 2, 2]))
+        if self.kind == "rows":
+            rows = paddle.argsort(tokens[0, :, :1], 0) // 2
+            return paddle.scatter_nd_add(paddle.ones([8, 4]), rows, tokens[0])
+        index = (paddle.argsort(tokens[0, :, :1], 0) // 2).expand([8, 4])
+        return paddle.put_along_axis(paddle.ones([8, 4]), index, tokens[0], 0, reduce="add")
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", ["rows", "numbers", "two columns", "matrices", "elements"])
+def test_sums_of_a_model_of_any_rank_convert(kind, threads, tmp_path, converter):
+    tokens = paddle.to_tensor(np.random.RandomState(0).standard_normal([1, 8, 4]).astype("float32"))
+    layer = Scatter(kind)
+    expected = layer(tokens).numpy()
+    traceable = programs.Traceable(layer, (programs.Input("tokens", ("batch", 8, 4)),))
+    saved = save(traceable, tmp_path, converter)
+    (actual,) = OnnxRuntime(threads=threads).load(ExportedFolder(tmp_path), saved)(tokens=tokens)
+    np.testing.assert_allclose(actual.numpy(), expected, atol=1e-5)
+
+
+def scatter_into_wrong_ranks(model):
+    """As fixes did before they looked at ranks: ONNX Runtime refuses the program when it runs."""
+    (node,) = (node for node in model.graph.node if node.op_type == "ScatterND")
+    node.op_type, node.name = "ScatterElements", "the sums"
+
+
+def fail_at_a_node(model):
+    def change(node):
+        raise KeyError("an attribute")
+
+    onnx_graph.rewrite(model, change)
+
+
+@pytest.mark.parametrize(
+    ("fix", "message"),
+    [
+        (scatter_into_wrong_ranks, r"the layer was converted to ONNX, but ONNX Runtime cannot run it: .*the sums"),
+        (fail_at_a_node, r"the ONNX node \S+ \(\w+\) cannot be rewritten: KeyError: 'an attribute'"),
+        (lambda model: model.missing, "the layer cannot be converted to ONNX: missing"),
+    ],
+)
+def test_a_conversion_that_fails_is_an_export_error_that_names_the_node(
+    fix, message, tmp_path, converter, monkeypatch
+):
+    monkeypatch.setattr(onnx_fixes, "fix_paddle2onnx", fix)
+    traceable = programs.Traceable(Scatter("numbers"), (programs.Input("tokens", ("batch", 8, 4)),))
+    with pytest.raises(ToMeExportError, match=message):
+        save(traceable, tmp_path, converter)
+
+
 # Optimized programs of ONNX Runtime
 
 
@@ -483,6 +552,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(own_folder, caplog):
 def test_processes_that_start_at_once_share_one_file(own_folder):
     script = f"""
 from ppdiffusers_tome.inference import OnnxRuntime, ProgramFile
+from ppdiffusers_tome.run import onnx_graph
 from ppdiffusers_tome.run.folder import ExportedFolder
 for name in {[path.name for path in unets_of(own_folder)]}:
     OnnxRuntime(threads=1).load(ExportedFolder({str(own_folder)!r}), ProgramFile("unet", onnx=name))

@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from ppdiffusers_tome import replacement
-from ppdiffusers_tome.replacement import check_replaceable, earlier_folder, replacing, restore
+from ppdiffusers_tome.replacement import TERMINATED, check_replaceable, earlier_folder, replacing, restore
 
 # Loads the module alone, which takes no time, and ends the process before its nth rename or while it writes.
 SCRIPT = """
@@ -33,6 +34,8 @@ with replacement.replacing(Path(sys.argv[2])) as partial:
         print("writing", flush=True)
         time.sleep(60)
 """
+
+FIRST_PROCESS = ["unshare", "--pid", "--fork", "--kill-child", "--map-root-user"]  # what follows is process 1
 
 
 @pytest.fixture
@@ -79,11 +82,24 @@ def test_a_temporary_folder_is_deleted_at_once_or_by_the_next_run(folder, number
         replace(folder, "by another process")
         assert len(names(folder)) == 2, "what a process uses is not deleted"
         process.send_signal(number)
-        assert process.wait(30) == -number
+        assert process.wait(30) == (TERMINATED if number == signal.SIGTERM else -number)
     assert content(folder) == "by another process"
     assert (names(folder) == ["out"]) == (number == signal.SIGTERM)
     replace(folder)
     assert names(folder) == ["out"]
+
+
+def test_sigterm_ends_the_first_process_of_a_container(folder):
+    """For which the kernel ignores the default action."""
+    command = [*FIRST_PROCESS, sys.executable, "-c", SCRIPT, replacement.__file__, str(folder), "9", "wait"]
+    if subprocess.run([*FIRST_PROCESS, "true"], capture_output=True).returncode:
+        pytest.skip("this machine does not allow unshare")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "writing\n"
+        child = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        os.kill(int(child), signal.SIGTERM)
+        assert process.wait(30) == TERMINATED
+    assert content(folder) == "old" and names(folder) == ["out"]
 
 
 @pytest.mark.parametrize("nth", [0, 1])

@@ -272,7 +272,7 @@ ratio 0: plain
 MACs: cannot be counted for this kind of model"""
     summary = exported.tome_summary()
     assert str(summary) == expected and summary.saved_share is None and summary.blocks == ()
-    assert str(exported.tome_summary(height=64, width=64)) == expected.replace("MACs:", "latents 32×32\nMACs:")
+    assert str(exported.tome_summary(height=64, width=64)) == expected.replace("MACs:", "latents 32x32\nMACs:")
     exported.unet.ratio = 0
     assert "at ratio 0 now" in str(exported.tome_summary())
     assert str(exported.unet.tome_summary()) == str(exported.tome_summary()).replace("unet:", "ExportedUNet:")

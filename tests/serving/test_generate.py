@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ppdiffusers_tome import progress
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.inference import read_manifest
 from ppdiffusers_tome.run.manifest import Size
@@ -249,9 +250,9 @@ def test_file_gets_its_name_when_it_is_on_the_disk(tmp_path, monkeypatch, owner,
         patch.setattr(owner, call, full)
         with pytest.raises(OutputError, match=r"000000-.*png cannot be written: No space left on device"):
             paint(prompts_of("a"), tmp_path)
-    assert [path.name[:18] for path in tmp_path.glob("*png")] == [".unfinished-000000"]
+    assert not list(tmp_path.glob("*png")), "the unfinished file is removed"
     assert paint(prompts_of("a"), tmp_path).made == 1
-    assert [path.name[:7] for path in tmp_path.glob("*png")] == ["000000-"], "the unfinished file is removed"
+    assert [path.name[:7] for path in tmp_path.glob("*png")] == ["000000-"]
 
 
 def test_the_backend_is_closed_when_an_image_cannot_be_written(tmp_path, monkeypatch):
@@ -359,6 +360,16 @@ def test_image_has_metadata_and_does_not_depend_on_its_batch(tmp_path, exported_
     job = Job("owl", 32, 32, 0.5, seed=42, negative_prompt="red", steps=2, guidance_scale=2.0)
     alone = engine.generate([job])[0].image
     assert np.abs(np.asarray(alone, int) - np.asarray(owl, int)).max() <= 1
+
+
+def test_long_batches_are_not_silent(tmp_path, exported_folder, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS", 0)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("fox\nowl")
+    assert main(command(prompts, exported_folder, tmp_path / "out", "--steps", "2", "--batch", "1")) == 0
+    lines = capsys.readouterr().err.splitlines()
+    steps = [f"batch {batch} of 2, step {step} of 2" for batch in (1, 2) for step in (1, 2)]
+    assert lines[0] == "loading the model" and [line for line in lines if "step" in line] == steps
 
 
 def test_steps_and_guidance_scale_are_the_models_own(tmp_path, exported_folder):
