@@ -552,7 +552,7 @@ def main() -> None:
         content["arms"] = kept_arms(file, about, options.keep)
     command, made = shlex.join(["python", "benchmarks/alternatives.py", *sys.argv[1:]]), {}
     decisive = {**about, "prompts": prompts_of(options.model)}  # a larger --count continues with the same images
-    folder = ROOT / "build" / file.stem.removesuffix("_more") / digest(decisive)
+    folder = ROOT / "build" / file.stem / digest(decisive)
     if options.time:
         made = {key: result[key] for key in ("command", "commit", "environment", "threads")}  # of the images
         about_timing = {"command": command, "commit": commit(), "environment": describe_environment()}

@@ -340,6 +340,7 @@ ARMS = (  # of alternatives_*.json on the page, where a result has them
     "interlace 0.5",
     "interlace 0.75",
     "interlace 0.875",
+    "interlace 0.9375",
     "default 0.25",
     "default 0.5",
     "default 0.7",

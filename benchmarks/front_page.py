@@ -2,7 +2,7 @@
 
     python benchmarks/front_page.py build/alternatives_scenes_sd_256/…/images
 
-`alternatives.py --model examples/scenes_sd --size 256 --count 64` writes that folder. The prompts are evenly spaced in
+`alternatives.py --model examples/scenes_sd --size 256 --count 24` writes that folder. The prompts are evenly spaced in
 the list. The seconds are medians of the committed result, in ONNX Runtime.
 """
 
