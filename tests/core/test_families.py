@@ -122,7 +122,7 @@ def test_model_in_which_nothing_merges(make):
         sentence = f"nothing merges in {type(target).__name__}: it has no transformer blocks over the pixels"
         with pytest.raises(NoMergeableLayerError, match=f"{sentence} .*Stable Diffusion 3, FLUX"):
             target.apply_tome(ratio=0.5)
-        for size in {}, {"height": 64}, {"height": 64, "width": 64}:
+        for size in {}, {"height": 64, "width": 64}:
             summary = target.tome_summary(**size)
             first, *latents = str(summary).splitlines()
             assert first.startswith(sentence) and len(latents) == (len(size) == 2)

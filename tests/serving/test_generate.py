@@ -193,7 +193,8 @@ def test_progress_is_about_twenty_lines_outside_of_a_terminal(tmp_path, capsys):
     paint(prompts_of(*"ab"), tmp_path)
     capsys.readouterr()
     paint(prompts_of(*"ab", *map(str, range(45))), tmp_path)
-    lines = capsys.readouterr().err.splitlines()
+    loading, *lines = capsys.readouterr().err.splitlines()
+    assert loading == "loading the model"
     assert [int(line.split()[0]) for line in lines] == [*range(4, 47, 2), 47]
     assert re.fullmatch(r"4 of 47 images, [\d:]+ so far, about [\d:]+ left", lines[0])
     assert lines[-1].endswith("about 00:00 left")
