@@ -154,6 +154,7 @@ bench-speed: $(VENV)/.installed ## measure time and memory, and write their repo
 	$(SD15_EXPORTED) --size 768 --backend onnxruntime --rounds 4 --output $(RESULTS)/sd15_exported_768.json
 	$(EMOJI) --backend eager predictor onnxruntime openvino openvino-bf16 --arms plain memory-efficient tome both built-in limit --rounds 5 --output $(RESULTS)/emoji_unet.json
 	$(EMOJI) --backend onnxruntime openvino openvino-bf16 --arms plain tome --rounds 7 --output $(RESULTS)/emoji_unet_again.json
+	$(BENCH) $(SCENES) --arms plain tome --merging method=interlace,ratio=0.5 method=interlace,ratio=0.75 method=interlace,ratio=0.9375 method=default,ratio=0.5 method=todo method=tomesd,ratio=0.5 --rounds 3 --threads 1 --output $(RESULTS)/scenes_unet.json
 	$(BENCH) report $$(ls $(RESULTS)/*.json | grep -v -e /alternatives_ -e /program_memory_ -e /gpu_) --output $(RESULTS)/..
 
 # REAL=... is a folder of scenes that the model was not trained on, with which KID compares too:
