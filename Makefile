@@ -171,7 +171,7 @@ bench-quality: $(VENV)/.installed-test ## measure the quality of merged images, 
 # A result of these images and sources is continued, and any other is replaced. RESULTS=build/alternatives/results keeps it.
 ALTERNATIVES = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/alternatives.py
 
-MORE_ARMS = "interlace 0.5" "interlace 0.75" "interlace 0.875" "tomesd 0.5" "tomesd 0.25"
+MORE_ARMS = --only "interlace 0.5" "interlace 0.75" "interlace 0.875" "tomesd 0.5" "tomesd 0.25"
 VARIANT_ARMS = --only "interlace 0.5" "interlace 0.75" "default 0.5" "todo 0.75" "tomesd 0.5"
 
 alternatives: $(VENV)/.installed-test ## compare merging with fewer steps, cached features and both by whole images, and write their page: hours
@@ -182,7 +182,7 @@ alternatives: $(VENV)/.installed-test ## compare merging with fewer steps, cache
 	$(ALTERNATIVES) $(SCENES) --count 12 --dpm-solver $(VARIANT_ARMS) --output $(RESULTS) $$mode && \
 	$(ALTERNATIVES) $(SCENES) --count 12 --steps 10 $(VARIANT_ARMS) --output $(RESULTS) $$mode && \
 	$(ALTERNATIVES) $(SCENES) --count 12 --guidance-scale 7.5 $(VARIANT_ARMS) --output $(RESULTS) $$mode || exit 1; done
-	$(ALTERNATIVES) $(SCENES) --count 64 --more --only $(MORE_ARMS) --output $(RESULTS) --restart
+	$(ALTERNATIVES) $(SCENES) --count 64 --more $(MORE_ARMS) --output $(RESULTS) --restart
 	$(ALTERNATIVES) report --output $(RESULTS)
 
 figures: $(VENV)/.installed ## write the figures of the committed results into the documents

@@ -104,10 +104,11 @@ def apply_tome(
     given: dict[str, Any] = {name: value for name, value in settings.items() if value is not DEFAULT}
     if ratio is not None:
         given["ratio"] = ratio
-    own = _config_of(config)
-    if config is not None:
-        given.setdefault("ratio", own.ratio)
-    common = own.with_settings(**given)
+    if config is None:
+        common = ToMeConfig(**given)
+    else:
+        own = _config_of(config)
+        common = own.with_settings(**{"ratio": own.ratio, **given})
     if common.ratio and (half := half_on_cpu(target)):
         warnings.warn(
             f"weights on the CPU: {', '.join(half)}. Paddle has no half-precision kernels for CPUs, plain or merged: "
@@ -120,8 +121,6 @@ def apply_tome(
 
 def _config_of(config: Any) -> ToMeConfig:
     """The config that `apply_tome(config=…)` names."""
-    if config is None:
-        return ToMeConfig()
     if isinstance(config, ToMeConfig):
         return config
     if isinstance(config, (str, Path)):

@@ -58,6 +58,8 @@ def _scatter_elements(model: onnx.ModelProto) -> None:
     If several rows are added to the same one, ONNX Runtime's ScatterND loses some of them with several threads. Sums
     into single elements, whose indices have several columns, or of unknown rank stay as they are.
     """
+    if not any(node.op_type == "ScatterND" for node in model.graph.node):  # as with the default method
+        return
     ranks = _ranks(model)
 
     def by_elements(node: onnx.NodeProto) -> list[onnx.NodeProto]:
