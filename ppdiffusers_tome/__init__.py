@@ -41,9 +41,8 @@ check_version("ppdiffusers", ppdiffusers.__version__)
 from .api import ToMeMixin, apply_tome, install_methods, remove_tome, tome  # noqa: E402
 from .config import ToMeConfig  # noqa: E402
 from .grid import Grid, choose_dst  # noqa: E402
-from .methods.cells import match_cells  # noqa: E402
-from .methods.pairs import match_tokens  # noqa: E402
 from .methods.plan import MergePlan, merge, unmerge  # noqa: E402
+from .methods.tomesd import match_tokens  # noqa: E402
 from .summary import BlockSummary, ToMeSummary, tome_summary  # noqa: E402
 
 install_methods()
@@ -64,7 +63,6 @@ __all__ = [
     "__version__",
     "apply_tome",
     "choose_dst",
-    "match_cells",
     "match_tokens",
     "merge",
     "remove_tome",

@@ -21,10 +21,10 @@ PipelineOrModel = TypeVar("PipelineOrModel")
 
 
 class _Default:
-    """The default of a setting that is not passed: that of `config`, or of the method."""
+    """The default of a setting that is not passed: that of `config`, or of `ToMeConfig`."""
 
     def __repr__(self) -> str:
-        return "<default of the method>"
+        return "<default>"
 
 
 DEFAULT: Any = _Default()
@@ -40,8 +40,6 @@ def apply_tome(
     sy: int = DEFAULT,
     use_rand: bool = DEFAULT,
     seed: int = DEFAULT,
-    window: int | None = DEFAULT,
-    proportional: bool = DEFAULT,
     merge_attn: bool = DEFAULT,
     merge_crossattn: bool = DEFAULT,
     merge_mlp: bool = DEFAULT,
@@ -54,15 +52,14 @@ def apply_tome(
 
     Args:
         target: a ppdiffusers pipeline, or a model such as `pipe.unet`. Merging works in UNets (including those of
-            video models, frame by frame, with one dst pattern for all frames) and in the transformers and ControlNets
+            video models, frame by frame) and in the transformers and ControlNets
             of `ppdiffusers_tome.families.table`; for any other target the error lists them.
         ratio: share of the tokens to leave out. The main setting: a higher ratio is faster, and the image differs
             more from the plain one. None: the ratio of `config`, or the method's default. With the default method it
             is the share of keys and values that attention leaves out, from 0 to 15/16, and 0.75 by default.
-        method: how tokens merge: "interlace", the default, "todo", "tomesd", "default" (the default before 3.0),
-            "symmetric" or "kv". It brings its own defaults.
-        max_downsample, sx, sy, use_rand, seed, window, proportional, merge_attn, merge_crossattn, merge_mlp,
-            min_tokens: as in `ToMeConfig`, which describes them with their ranges and defaults.
+        method: how tokens merge: "interlace", the default, "todo", or in UNets and their ControlNets "tomesd".
+        max_downsample, sx, sy, use_rand, seed, merge_attn, merge_crossattn, merge_mlp, min_tokens: as in `ToMeConfig`,
+            which describes them with their ranges and defaults.
         config: all settings but `controlnet` at once: a ToMeConfig, or a file that `ToMeConfig.save` wrote. Settings
             that are passed beside it replace its own.
         controlnet: True to merge in ControlNets with the same settings, False to leave them plain, or a ratio for
@@ -94,8 +91,6 @@ def apply_tome(
         "sy": sy,
         "use_rand": use_rand,
         "seed": seed,
-        "window": window,
-        "proportional": proportional,
         "merge_attn": merge_attn,
         "merge_crossattn": merge_crossattn,
         "merge_mlp": merge_mlp,
@@ -104,12 +99,8 @@ def apply_tome(
     given: dict[str, Any] = {name: value for name, value in settings.items() if value is not DEFAULT}
     if ratio is not None:
         given["ratio"] = ratio
-    if config is None:
-        common = ToMeConfig(**given)
-    else:
-        own = _config_of(config)
-        common = own.with_settings(**{"ratio": own.ratio, **given})
-    if common.ratio and (half := half_on_cpu(target)):
+    common = (ToMeConfig() if config is None else _config_of(config)).with_settings(**given)
+    if common.effective_ratio and (half := half_on_cpu(target)):
         warnings.warn(
             f"weights on the CPU: {', '.join(half)}. Paddle has no half-precision kernels for CPUs, plain or merged: "
             "load with from_pretrained(..., paddle_dtype=paddle.float32), or move to a GPU before the first call.",

@@ -1,4 +1,4 @@
-"""A grid of tokens: its cells, the dst of each cell, and its windows."""
+"""A grid of tokens: its cells, and the dst of each cell."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -58,29 +58,6 @@ def choose_dst(
     y = np.arange(rows)[:, None] * sy + offset // sx
     x = np.arange(columns)[None, :] * sx + offset % sx
     return np.sort((y * grid.w + x).reshape(-1))
-
-
-def window_of(
-    grid: Grid,
-    sx: int,
-    sy: int,
-    window: int | None,
-) -> np.ndarray:  # [N] int64
-    """The window of each token, numbered row by row; all tokens are in window 0 if `window` is None.
-
-    Windows begin at multiples of `window`, rounded up to a multiple of sx or sy. A remainder at the right or bottom
-    edge that has no complete cell, and therefore no dst, belongs to the window before it.
-    """
-    if window is None:
-        return np.zeros(grid.tokens, dtype=np.int64)
-    rows, columns = _windows_along(grid.h, sy, window), _windows_along(grid.w, sx, window)
-    return (rows[:, None] * (columns[-1] + 1) + columns).reshape(-1)
-
-
-def _windows_along(length: int, cell: int, window: int) -> np.ndarray:
-    """[length] int64: the window of each position along one axis."""
-    window += -window % cell
-    return np.minimum(np.arange(length) // window, max(0, (length - cell) // window))
 
 
 def constant(array: np.ndarray, dtype: str = "int64") -> paddle.Tensor:

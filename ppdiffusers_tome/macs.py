@@ -1,7 +1,7 @@
 """Count the multiply-accumulates (MACs) of one denoiser pass from the layers' shapes, without running it.
 
 Convolutions, linear layers, the two products of each attention, and the score product of each matching count. Norms,
-activations and additions do not, nor does the addition of sizes to the scores (`proportional`).
+activations and additions do not.
 """
 
 from paddle import nn
@@ -37,41 +37,31 @@ def count_macs(denoiser: nn.Layer, latent: Grid, text: int, frames: int = 1) -> 
     return total + sum(2 * text * text * layer.weight.shape[1] for layer in attentions_of_text(denoiser))
 
 
-def saved_macs(
-    block: MergeableBlock,
-    placement: Placement,
-    latent: Grid,
-    text: int,
-    frames: int = 1,
-    use_gpu_form: bool = False,
-) -> int:
+def saved_macs(block: MergeableBlock, placement: Placement, latent: Grid, text: int, frames: int = 1) -> int:
     """MACs that merging saves in one block for one image; negative if the matching costs more than it saves.
 
     Args:
         block: the block.
         placement: what merges in it.
         latent, text, frames: as for `count_macs`.
-        use_gpu_form: whether tokens merge in the form that suits a GPU.
     """
     grid = block.grid(latent)
-    kept = placement.kept(grid, use_gpu_form)
-    if kept.keys == grid.tokens:
+    if placement.count_kept(grid) == grid.tokens:
         return 0
-    tokens, merged, keys = (frames * count for count in kept)
+    tokens, kept = frames * grid.tokens, frames * placement.count_kept(grid)
+    queries = kept if placement.method.merges_queries else tokens
     saved = 0
     for name in placement.layers:
-        queries = merged if name != "attn" or placement.merges_queries else tokens
         saved += _layer_macs(block, name, tokens, _keys(name, tokens, text), text)
-        saved -= _layer_macs(block, name, queries, _keys(name, keys, text), text)
-    if placement.merges_block and (names := placement.facts.single_stream) is not None:
-        parallel = (getattr(block.block, name) for name in (names.mlp, names.out))
-        saved += (tokens - merged) * sum(map(_weights, parallel))
-    return saved - frames * matching_macs(block, placement, grid, use_gpu_form)
+        saved -= _layer_macs(block, name, queries, _keys(name, kept, text), text)
+    return saved - frames * matching_macs(block, placement, grid)
 
 
-def matching_macs(block: MergeableBlock, placement: Placement, grid: Grid, use_gpu_form: bool = False) -> int:
+def matching_macs(block: MergeableBlock, placement: Placement, grid: Grid) -> int:
     """MACs of the matching in one block for one image or frame; 0 if no tokens are compared."""
-    pairs = placement.form(grid, use_gpu_form).pairs_compared(grid, placement.config)
+    pairs = placement.method.pairs_compared(grid, placement.config)
+    if pairs == 0:
+        return 0
     attentions = block.sublayers.get("attn") or block.sublayers["crossattn"]
     return pairs * attention_width(block, attentions[0])[0]
 

@@ -8,7 +8,6 @@ import numpy as np
 from ppdiffusers import DiffusionPipeline
 
 from .attach.attach import attached_placements
-from .attach.passes import uses_gpu_form
 from .attach.placement import Placement
 from .errors import ToMeConfigError
 from .families.grids import latent_grid
@@ -34,8 +33,8 @@ class BlockSummary:
     path: str  # path in that model
     level: int  # downsample factor
     grid: Grid  # tokens along each axis
-    kept: int  # tokens after merging, of grid.tokens; of a video in each frame
-    kept_keys: int  # the same for keys and values of self-attention, which merge more in the default method
+    kept: int  # tokens, of grid.tokens, on which its layers run, such as queries; of a video in each frame
+    kept_keys: int  # the same for keys and values of self-attention
     is_gated: bool  # the grid has fewer tokens than min_tokens, so the block stays plain
     # Where it merges: some of "attn" (or "kv": only its keys and values), "crossattn", "mlp"; empty if nothing does.
     merges: tuple[str, ...]
@@ -138,15 +137,16 @@ def tome_summary(
         notes.append(f"the size of a model is in latent pixels, here {size}; that of a pipeline in pixels")
     for name, of_denoiser in placed.items():
         for block, placement in of_denoiser:
-            grid, use_gpu_form = block.grid(latent), uses_gpu_form(next(iter(models[name].parameters())))
-            kept, config = placement.kept(grid, use_gpu_form), placement.config
-            is_gated = grid.tokens < config.min_tokens
-            merges = _merging_layers(placement) if kept.keys < grid.tokens else ()
-            blocks.append(BlockSummary(name, block.path, block.level, grid, kept.queries, kept.keys, is_gated, merges))
+            grid = block.grid(latent)
+            keys = placement.count_kept(grid)
+            queries = keys if placement.method.merges_queries else grid.tokens
+            is_gated = grid.tokens < placement.config.min_tokens
+            merges = _merging_layers(placement) if keys < grid.tokens else ()
+            blocks.append(BlockSummary(name, block.path, block.level, grid, queries, keys, is_gated, merges))
             layers = block.sublayers.get("attn") or block.sublayers.get("crossattn", ())
             attention |= {attention_label(layer, block.family) for layer in layers}
             if countable:
-                saved += saved_macs(block, placement, latent, text, length or 1, use_gpu_form)
+                saved += saved_macs(block, placement, latent, text, length or 1)
         if any(placement.takes_turns and not block.sees_timestep for block, placement in of_denoiser):
             notes.append(f"{name}: its timestep cannot be read, so each step chooses the same tokens")
         if of_denoiser and of_denoiser[0][1].config.max_downsample is None and (level := of_denoiser[0][0].level) > 1:
@@ -168,9 +168,7 @@ def tome_summary(
 
 def _merging_layers(placement: Placement) -> tuple[str, ...]:
     """Where a block merges, in the words of `BlockSummary`."""
-    if placement.merges_block:
-        return ("attn", "mlp")
-    return tuple("kv" if name == "attn" and not placement.merges_queries else name for name in placement.layers)
+    return placement.layers if placement.method.merges_queries else ("kv",)
 
 
 def _without_blocks(target: Any, latent: Grid | None) -> ToMeSummary:

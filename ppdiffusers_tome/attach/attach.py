@@ -1,10 +1,10 @@
 """Attach and detach: install the wraps on a pipeline's models, and remove them completely.
 
-The wraps are the only state. What merges, and by which config, is read from the model each time, so deep copies,
-swapped components and pipelines that share a model need no bookkeeping.
+The wraps, and the `Attachment` that those of a denoiser share, are the only state. What merges, and by which config,
+is read from the model each time, so deep copies, swapped components and pipelines that share a model need no
+bookkeeping.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 from paddle import nn
@@ -21,14 +21,17 @@ from ..families.models import (
     remove_builtin,
     why_nothing_merges,
 )
-from .attention import AttentionWrap
-from .forward import install, remove, wrap_of
+from .attention import AttentionWrap, ProjectionWrap
+from .forward import ensure, remove, wrap_of
 from .layers import MergeWrap
-from .passes import CHUNKED_FEED_FORWARD, BlockWrap, GridWrap, InnerWrap, PlacedWrap, TimestepWrap
+from .passes import CHUNKED_FEED_FORWARD, Applied, Attachment, BlockWrap, GridWrap, PassWrap, TimestepWrap
 from .placement import Placement, placements
+from .rotary import RotaryAttentionWrap
+
+Before = list[tuple[nn.Layer, ToMeConfig | None]]
 
 
-def attached_configs(target: Any) -> list[tuple[nn.Layer, ToMeConfig | None]]:
+def attached_configs(target: Any) -> Before:
     """The denoisers of a pipeline or model, each with its config, or with None if it does not merge."""
     return [(denoiser, config_of(denoiser)) for denoiser in denoisers(target).values()]
 
@@ -49,19 +52,24 @@ def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> No
     before = attached_configs(target)
     for name, denoiser in denoisers(target).items():
         check_not_compiled(name, denoiser)
-    chosen: list[tuple[MergeableBlock, Placement]] = []
+    chosen: dict[nn.Layer, tuple[ToMeConfig, list[tuple[MergeableBlock, Placement]]]] = {}
     for denoiser, _ in before:
         denoiser_config = controlnet if is_controlnet(denoiser) else config
-        if denoiser_config is not None:
-            chosen += placements(denoiser, denoiser_config)
+        if denoiser_config is not None and (placed := placements(denoiser, denoiser_config)):
+            chosen[denoiser] = denoiser_config, placed
     if not chosen:
         raise NoMergeableLayerError(_nothing_to_merge(target, config, controlnet))
-    if any(block.is_chunked and placement.config.merge_mlp and placement.config.ratio for block, placement in chosen):
-        raise ToMeConfigError(CHUNKED_FEED_FORWARD)
+    for placed_config, placed in chosen.values():
+        if placed_config.merge_mlp and any(block.is_chunked and one.share < 1 for block, one in placed):
+            raise ToMeConfigError(CHUNKED_FEED_FORWARD)
     try:
-        detach(target)
-        for block, placement in chosen:
-            _install(block, placement)
+        for component in layer_components(target).values():
+            remove_builtin(component)
+        for denoiser, _ in before:
+            if denoiser in chosen:
+                _apply(denoiser, *chosen[denoiser])
+            else:
+                _remove(denoiser)
     except BaseException:
         restore(target, before)
         raise
@@ -102,65 +110,90 @@ def detach(target: Any) -> None:
             check_not_compiled(name, denoiser)
     for component in layer_components(target).values():
         remove_builtin(component)
+        _remove(component)
+
+
+def restore(target: Any, before: Before) -> None:
+    """Restore the result of `attached_configs`, also for denoisers that the pipeline no longer contains."""
+    kept = [denoiser for denoiser, config in before if config is not None]
+    for denoiser in denoisers(target).values():
+        if not any(denoiser is one for one in kept):
+            _remove(denoiser)
+    for denoiser, config in before:
+        if config is None:
+            _remove(denoiser)
+        else:
+            _apply(denoiser, config, placements(denoiser, config))
+
+
+def _apply(denoiser: nn.Layer, config: ToMeConfig, placed: list[tuple[MergeableBlock, Placement]]) -> None:
+    """Merge in a denoiser: install the wraps that it lacks, then replace what merges in one step.
+
+    Wraps that are there stay, because passes may be running.
+    """
+    attachment = _attachment_of(denoiser) or Attachment()
+    for block, placement in placed:
+        _install(block, placement, attachment)
+    attachment.applied = Applied(config, {block.index: placement for block, placement in placed})
+
+
+def _install(block: MergeableBlock, placement: Placement, attachment: Attachment) -> None:
+    if block.timestep_layer is not None:
+        ensure(block.timestep_layer, TimestepWrap(attachment))
+    grid = ensure(block.grid_layer, GridWrap(attachment, block))
+    ensure(block.block, BlockWrap(attachment, block, grid))
+    if placement.share == 1:
+        return
+    for name in placement.layers:
+        for layer in block.sublayers[name]:
+            if name != "attn":
+                ensure(layer, MergeWrap(block.block, name))
+            elif block.family.positions is not None:
+                ensure(layer, RotaryAttentionWrap(block, name))
+            else:
+                _install_attention(layer, block, placement)
+
+
+def _install_attention(layer: nn.Layer, block: MergeableBlock, placement: Placement) -> None:
+    ensure(layer, AttentionWrap(block, "attn"))
+    if not placement.method.merges_queries:
+        projections = block.family.attention.image
+        for name in (projections.k, projections.v):
+            ensure(getattr(layer, name), ProjectionWrap())
+
+
+def _remove(component: nn.Layer) -> None:
+    """Remove all wraps from a model or another component, except those that gradient checkpointing still needs.
+
+    A layer may run again for the gradients of a pass that merged. Its wraps stay until merging is applied or removed
+    again, and do nothing in new passes.
+    """
+    wraps = [wrap_of(layer) for layer in component.sublayers(include_self=True)]
+    passes = [wrap for wrap in wraps if isinstance(wrap, PassWrap)]
+    for wrap in passes:
+        wrap.attachment.applied = None
+    if not any(len(wrap.records) for wrap in passes):
         for layer in component.sublayers(include_self=True):
             remove(layer)
 
 
-def restore(target: Any, before: list[tuple[nn.Layer, ToMeConfig | None]]) -> None:
-    """Restore the result of `attached_configs`, also for denoisers that the pipeline no longer contains."""
-    detach(target)
-    for denoiser, config in before:
-        detach(denoiser)
-        if config is not None:
-            for block, placement in placements(denoiser, config):
-                _install(block, placement)
-
-
-def _install(block: MergeableBlock, placement: Placement) -> None:
-    if placement.ratio == 0:
-        install(block.block, PlacedWrap(placement))
-        return
-    grid = wrap_of(block.grid_layer)
-    if not isinstance(grid, GridWrap):
-        grid = GridWrap(placement)
-        install(block.grid_layer, grid)
-    install(block.block, BlockWrap(placement, grid, _timestep_wrap(block) if placement.takes_turns else None))
-    for layer, wrap in _inner_wraps(block, placement):
-        wrap.block = block.block
-        install(layer, wrap)
-
-
-def _timestep_wrap(block: MergeableBlock) -> TimestepWrap | None:
-    """The wrap that sees the timestep, which is installed with the first block; None if no layer shows it."""
-    if block.timestep_layer is None:
-        return None
-    wrap = wrap_of(block.timestep_layer)
-    if not isinstance(wrap, TimestepWrap):
-        wrap = TimestepWrap()
-        install(block.timestep_layer, wrap)
-    return wrap
-
-
-def _inner_wraps(block: MergeableBlock, placement: Placement) -> Iterator[tuple[nn.Layer, InnerWrap]]:
-    """The layers inside a block that run on merged tokens, each with its wrap."""
-    if placement.merges_block:
-        names = placement.facts.single_stream
-        assert names is not None
-        yield getattr(block.block, names.norm), MergeWrap(placement, merge_input=False, merge_output=True)
-        yield getattr(block.block, names.out), MergeWrap(placement, merge_input=False)
-    for name in placement.layers:
-        for layer in block.sublayers[name]:
-            is_mlp, is_self = name == "mlp", name == "attn"
-            yield layer, MergeWrap(placement) if is_mlp else AttentionWrap(placement, is_self)
-
-
 def attached_placements(denoiser: nn.Layer) -> list[tuple[MergeableBlock, Placement]]:
     """The blocks of a denoiser in which merging is attached, and what merges in them; none if it does not merge."""
-    wraps = [(block, wrap_of(block.block)) for block in find_blocks(denoiser)]
-    # A wrap that was removed may still be there, without a placement.
-    return [(block, wrap.placement) for block, wrap in wraps if isinstance(wrap, PlacedWrap)]
+    attachment = _attachment_of(denoiser)
+    applied = None if attachment is None else attachment.applied
+    if applied is None:
+        return []
+    placed = applied.placements
+    return [(block, placed[block.index]) for block in find_blocks(denoiser) if block.index in placed]
 
 
 def config_of(denoiser: nn.Layer) -> ToMeConfig | None:
     """The config of a denoiser; None if it does not merge."""
-    return next((placement.config for _, placement in attached_placements(denoiser)), None)
+    attachment = _attachment_of(denoiser)
+    return None if attachment is None or attachment.applied is None else attachment.applied.config
+
+
+def _attachment_of(denoiser: nn.Layer) -> Attachment | None:
+    """What the wraps of a denoiser share; None if it has none."""
+    wraps = (wrap_of(layer) for layer in denoiser.sublayers(include_self=True))
+    return next((wrap.attachment for wrap in wraps if isinstance(wrap, BlockWrap)), None)

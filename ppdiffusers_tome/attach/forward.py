@@ -7,7 +7,7 @@ knows nothing of tokens.
 
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import paddle
 from paddle import nn
@@ -22,6 +22,10 @@ class Wrap:
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         return self.forward(layer, *args, **kwargs)
+
+    def is_like(self, other: Any) -> bool:
+        """Whether another wrap of the same class does the same."""
+        return True
 
     def forward(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the layer without this wrap."""
@@ -50,6 +54,20 @@ def wrap_of(layer: nn.Layer) -> Wrap | None:
 def is_outermost(layer: nn.Layer) -> bool:
     """Whether no other library has replaced the `forward` of a layer since its wrap was installed."""
     return getattr(layer.__dict__.get("forward"), "__func__", None) is _tome_forward
+
+
+AnyWrap = TypeVar("AnyWrap", bound=Wrap)
+
+
+def ensure(layer: nn.Layer, new: AnyWrap) -> AnyWrap:
+    """The wrap of a layer if it is in place and does the same as a new one; otherwise the new one, after installing it."""
+    wrap = wrap_of(layer)
+    if type(wrap) is type(new) and wrap.is_like(new) and not _is_lost(layer, wrap):
+        return wrap
+    if wrap is not None and _is_lost(layer, wrap):
+        remove(layer)
+    install(layer, new)
+    return new
 
 
 def install(layer: nn.Layer, wrap: Wrap) -> None:

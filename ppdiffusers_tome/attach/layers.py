@@ -1,45 +1,42 @@
-"""Wraps of layers that treat tokens alike, such as the feed-forward layer: they run on merged tokens."""
+"""Wraps of layers that run on merged tokens, as in tomesd."""
 
 from typing import Any
 
 import paddle
 from paddle import nn
 
-from ..families.table import LAST
-from ..methods.plan import MergePlan
+from ..errors import ToMePassError
 from .passes import InnerWrap
-from .placement import Placement
 
 
 class MergeWrap(InnerWrap):
-    """Wrap of a layer that treats tokens alike.
-
-    Args:
-        placement: what merges in the block.
-        merge_input: merge the layer's input; otherwise it gets tokens as they are, or merged already.
-        merge_output: merge its (first) output; otherwise unmerge it.
-    """
-
-    def __init__(self, placement: Placement, *, merge_input: bool = True, merge_output: bool = False) -> None:
-        super().__init__(placement)
-        self._merge_input, self._merge_output = merge_input, merge_output
+    """Wrap of a layer that gets tokens: run it on those that remain, and give each token its result back."""
 
     def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
         plan = self.plan()
         if plan is None:
             return self.forward(layer, hidden_states, *args, **kwargs)
-        tokens = self._move(hidden_states, plan, True) if self._merge_input else hidden_states
-        output = self.forward(layer, tokens, *args, **kwargs)
-        if isinstance(output, tuple):
-            return self._move(output[0], plan, self._merge_output), *output[1:]
-        return self._move(output, plan, self._merge_output)
+        check_mask(self._name == "attn", *args, **kwargs)
+        return plan.unmerge(self.forward(layer, plan.merge(hidden_states), *args, **kwargs))
 
-    def _move(self, tokens: paddle.Tensor, plan: MergePlan, merges: bool) -> paddle.Tensor:
-        """Merge or unmerge the image tokens; text in the same sequence stays as it is."""
-        move = plan.merge if merges else plan.unmerge
-        count, sequence = plan.tokens if merges else plan.kept, self.placement.facts.sequence
-        if sequence is None or tokens.shape[1] == count:
-            return move(tokens)  # raises for another number of tokens
-        if sequence == LAST:
-            return paddle.concat([move(tokens[:, :count]), tokens[:, count:]], axis=1)
-        return paddle.concat([tokens[:, :-count], move(tokens[:, -count:])], axis=1)
+
+def check_mask(
+    is_self: bool,
+    /,
+    encoder_hidden_states: paddle.Tensor | None = None,
+    attention_mask: paddle.Tensor | None = None,
+    *_args: Any,
+    **_kwargs: Any,
+) -> None:
+    """Raise ToMePassError for a mask of the tokens that merge, among the arguments of an attention.
+
+    Args:
+        is_self: whether its keys are among these tokens.
+        encoder_hidden_states: tokens of which the mask is in cross-attention.
+        attention_mask: the mask.
+    """
+    if attention_mask is not None and (is_self or encoder_hidden_states is None):
+        raise ToMePassError(
+            f"attention_mask has shape {list(attention_mask.shape)}, but it is for all tokens, of which a part remains "
+            "while others merge: call without attention_mask, or remove_tome() first."
+        )

@@ -1,28 +1,28 @@
-"""What a forward pass computes: the token grid, and the plan of the block that runs.
+"""What a forward pass computes: the settings that it has from begin to end, its token grids, and the plans of blocks.
 
-The wrap of a transformer's first layer reads the token grid. That of a block makes the plan from the block's input,
-for as long as the block runs; wraps of the layers inside the block merge and unmerge by this plan. What a pass
-computes is stored per thread. All other state is in the wraps.
+A pass begins when a layer that shows the timestep or a token grid runs again. It takes a snapshot of what merges, so
+that settings which change meanwhile affect the next pass only. The wrap of a block makes the plan, for as long as the
+block runs; wraps of the layers inside the block move tokens by this plan. What a pass computes is stored per thread.
 """
 
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import paddle
 from paddle import nn
 
+from ..config import ToMeConfig
 from ..errors import ToMeConfigError, ToMePassError
 from ..families.grids import token_grid
-from ..families.models import gets_timestep, is_chunked, use_old_recompute
-from ..families.table import FIRST, Family
+from ..families.models import MergeableBlock, gets_timestep, is_chunked
+from ..families.stream import split
+from ..families.table import Family
 from ..grid import Grid
-from ..methods.method import Form, Kept
-from ..methods.plan import MergePlan, join_frames
-from ..methods.turns import FIRST_TURN, Turn, turn_at, turn_table
+from ..methods.plan import MergePlan
+from ..methods.turns import Turn, turn_at, turn_table
 from .forward import Wrap, is_outermost
 from .placement import Placement
 
@@ -35,50 +35,11 @@ CHUNKED_FEED_FORWARD = (
 )
 
 
-class _PerThread(threading.local):
+class PerThread(threading.local):
     """Thread-local attributes; a copy or a pickle starts empty."""
 
     def __reduce__(self) -> Any:
         return type(self), ()
-
-
-class _Pass(_PerThread):
-    block: nn.Layer | None = None  # the one that runs
-    plan: MergePlan | None = None  # of that block; None if nothing merges
-    use_gpu_form: bool | None = None  # None: the form that suits the place of the tokens
-
-
-_current = _Pass()
-
-
-@contextmanager
-def gpu_form(use: bool) -> Iterator[None]:
-    """Merge in this thread in the form that suits a GPU, or in the other one, wherever the tokens are.
-
-    Programs may run on another device later. Leaving the context restores what was chosen before.
-    """
-    before, _current.use_gpu_form = _current.use_gpu_form, use
-    try:
-        yield
-    finally:
-        _current.use_gpu_form = before
-
-
-def uses_gpu_form(tensor: paddle.Tensor) -> bool:
-    """Whether what is computed from a tensor merges in the form for GPUs: as `gpu_form` says, or the tensor is on one.
-
-    A tensor that is traced is nowhere yet. The current device decides, so that a program equals eager mode there.
-    """
-    if _current.use_gpu_form is not None:
-        return _current.use_gpu_form
-    if paddle.in_dynamic_mode():
-        return bool(tensor.place.is_gpu_place())
-    return paddle.get_device().startswith("gpu")
-
-
-def is_for_gpu() -> bool:
-    """Whether what runs becomes a program for GPUs, or is compared with one."""
-    return _current.use_gpu_form is True
 
 
 class Cache:
@@ -104,75 +65,17 @@ class Cache:
         return value
 
 
-def current_plan() -> MergePlan | None:
-    """The plan of the block that runs in this thread; None outside blocks, and where nothing merges."""
-    return _current.plan
+# Passes
 
 
-class PlacedWrap(Wrap):
-    """Wrap of a transformer block: it stores what merges there. At ratio 0 it is the only wrap, and nothing merges."""
+class Applied(NamedTuple):
+    """What merges in a denoiser since the last `apply_tome`. It does not change: another call makes another."""
 
-    def __init__(self, placement: Placement) -> None:
-        self.placement = placement
+    config: ToMeConfig
+    placements: Mapping[int, Placement]  # by the index of the block
 
-
-class InnerWrap(Wrap):
-    """Wrap of a layer inside a block. It merges by the plan of the block."""
-
-    block: nn.Layer | None = None  # set when the wrap is installed in a block
-
-    def __init__(self, placement: Placement) -> None:
-        self.placement = placement
-
-    def plan(self) -> MergePlan | None:
-        """The plan of the block; None outside it, and where nothing merges.
-
-        Raises:
-            ToMePassError: another library's `forward` of the block has left out the wrap of the block.
-        """
-        if self.block is not None and self.block is not _current.block and not is_outermost(self.block):
-            raise ToMePassError(
-                f"the layers of a {type(self.block).__name__} run without its merging, because another library has "
-                "replaced the forward of the block since apply_tome(), or put back an earlier one: call apply_tome() "
-                "again afterwards, or remove_tome() first."
-            )
-        return _current.plan
-
-
-def _first(args: tuple, kwargs: dict[str, Any]) -> Any:
-    return args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
-
-
-class GridOfPass(NamedTuple):
-    """What the blocks of a transformer need to know of a pass."""
-
-    grid: Grid  # of its tokens
-    timestep: "TimestepOfPass | None"  # None: it is not read
-
-
-class GridsOfInputs:
-    """The pass that each input of a block belongs to, while the input exists; a copy or a pickle starts empty.
-
-    Gradient checkpointing runs a block again after its pass, with the input from before, perhaps as another tensor in
-    the same memory, and other passes may have come in between.
-    """
-
-    def __init__(self) -> None:
-        self._by_address: dict[int, tuple[weakref.ref, GridOfPass]] = {}
-
-    def __reduce__(self) -> Any:
-        return type(self), ()
-
-    def get(self, x: paddle.Tensor, current: GridOfPass) -> GridOfPass:
-        """The pass in which the block first got x: the current one if that is now."""
-        if not paddle.in_dynamic_mode():
-            return current
-        address = x.data_ptr()
-        _, known = self._by_address.get(address, (None, None))
-        if known is None:
-            entry = weakref.ref(x, lambda _: self._by_address.pop(address, None))
-            self._by_address[address] = entry, current
-        return known or current
+    def __deepcopy__(self, memo: dict) -> "Applied":
+        return self
 
 
 class TimestepOfPass(NamedTuple):
@@ -180,6 +83,162 @@ class TimestepOfPass(NamedTuple):
 
     turn: paddle.Tensor  # [1] int64: its number
     batch: int  # rows that have a timestep each; -1 where a program does not know it
+
+
+class Pass:
+    """One forward pass of a denoiser: all that its blocks need, also if one of them is computed again later.
+
+    Args:
+        applied: what merges; None if nothing does any more.
+        before: the pass before it in this thread. Its grids hold for transformers that do not show theirs.
+    """
+
+    def __init__(self, applied: Applied | None, before: "Pass | None") -> None:
+        self.applied = applied
+        self.timestep: TimestepOfPass | None = None  # None: it is not read
+        self.grids: dict[GridWrap, Grid] = {} if before is None else dict(before.grids)
+        self.seen: set[PassWrap] = set()  # the wraps that have run
+
+
+class Attachment:
+    """What the wraps of a denoiser share. A copy of the denoiser has a copy of it."""
+
+    def __init__(self) -> None:
+        self.applied: Applied | None = None
+        self._thread = PerThread()
+
+    @property
+    def current(self) -> Pass | None:
+        """The last pass in this thread; None before the first."""
+        current: Pass | None = getattr(self._thread, "current", None)
+        return current
+
+    def continue_with(self, one: Pass) -> Pass:
+        """Make a pass the current one of this thread."""
+        self._thread.current = one
+        return one
+
+    def begin(self) -> Pass:
+        """Begin a pass in this thread."""
+        return self.continue_with(Pass(self.applied, self.current))
+
+
+class Records:
+    """The pass that each input of a layer belongs to, while the input exists; a copy or a pickle starts empty.
+
+    Gradient checkpointing runs a layer again after its pass, with the input from before, perhaps as another tensor in
+    the same memory, and other passes may have come in between.
+    """
+
+    def __init__(self) -> None:
+        self._by_address: dict[int, tuple[weakref.ref, Pass]] = {}
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+    def __len__(self) -> int:
+        return len(self._by_address)
+
+    def add(self, x: paddle.Tensor, one: Pass) -> None:
+        """Record the pass of an input, until the input is gone."""
+        address = x.data_ptr()
+
+        def forget(gone: weakref.ref) -> None:
+            if self._by_address.get(address, (None, None))[0] is gone:
+                del self._by_address[address]
+
+        self._by_address[address] = weakref.ref(x, forget), one
+
+    def find(self, x: paddle.Tensor) -> Pass | None:
+        """The pass of an input; None if it is not recorded."""
+        return self._by_address.get(x.data_ptr(), (None, None))[1]
+
+
+class PassWrap(Wrap):
+    """Wrap of a layer that knows to which pass a call of it belongs.
+
+    Args:
+        attachment: of the denoiser.
+    """
+
+    begins = False  # whether a pass begins when the layer runs a second time
+    is_recomputed = False  # whether gradient checkpointing may run the layer again without what came before it
+
+    def __init__(self, attachment: Attachment) -> None:
+        self.attachment = attachment
+        self.records = Records()
+
+    def is_like(self, other: "PassWrap") -> bool:
+        return self.attachment is other.attachment
+
+    def enter(self, layer: nn.Layer, x: paddle.Tensor) -> Pass | None:
+        """The pass to which a call with the input x belongs; None if none has begun in this thread."""
+        attachment, current = self.attachment, self.attachment.current
+        keeps_records = self.is_recomputed and paddle.in_dynamic_mode()
+        if current is None:
+            current = attachment.begin() if self.begins else None
+        elif self in current.seen:
+            known = self.records.find(x) if keeps_records else None
+            if known is not None:
+                current = attachment.continue_with(known)
+            elif self.begins:
+                current = attachment.begin()
+        if current is not None:
+            current.seen.add(self)
+            if keeps_records and layer.training:
+                self.records.add(x, current)
+        return current
+
+
+class TimestepWrap(PassWrap):
+    """Wrap of the layer that gets the timestep: compute whose turn it is, once in a pass."""
+
+    begins = True
+
+    def __init__(self, attachment: Attachment) -> None:
+        super().__init__(attachment)
+        self._tables = Cache()
+
+    def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
+        timestep = _first(args, kwargs)
+        one = self.enter(layer, timestep)
+        if one is not None and one.applied is not None and one.applied.config.takes_turns:
+            one.timestep = read_timestep(timestep, self._tables)
+        return self.forward(layer, *args, **kwargs)
+
+
+class GridWrap(PassWrap):
+    """Wrap of a transformer's first layer: read the token grid.
+
+    Args:
+        attachment: of the denoiser.
+        block: one of the transformer.
+    """
+
+    begins = True
+
+    def __init__(self, attachment: Attachment, block: MergeableBlock) -> None:
+        super().__init__(attachment)
+        self._family: Family = block.family
+        self.is_recomputed = block.is_in_unet  # where whole transformers may be checkpointed
+
+    def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
+        x = _first(args, kwargs)
+        one = self.enter(layer, x)
+        if one is not None and one.applied is not None:
+            one.grids[self] = token_grid(self._family, layer, x, one.grids.get(self))
+        return self.forward(layer, *args, **kwargs)
+
+    def check(self, grid: Grid, tokens: int) -> None:
+        """Raise ToMePassError unless the tokens of a block are those of a grid, or of the frames of a video."""
+        if tokens != grid.tokens and not (self._family.has_frames and tokens % grid.tokens == 0):
+            raise ToMePassError(
+                f"a block got {tokens} tokens but the feature map was {grid.h}×{grid.w}: {_THROUGH_ITS_MODEL}."
+            )
+
+
+def _first(args: tuple, kwargs: dict[str, Any]) -> Any:
+    return args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
 
 
 def read_timestep(timestep: paddle.Tensor, tables: Cache) -> TimestepOfPass:
@@ -190,131 +249,142 @@ def read_timestep(timestep: paddle.Tensor, tables: Cache) -> TimestepOfPass:
         return TimestepOfPass(turn_at(timestep, table), timestep.shape[0] if timestep.ndim else 1)
 
 
-class TimestepWrap(Wrap):
-    """Wrap of the layer that gets the timestep: compute whose turn it is, once in a pass."""
-
-    def __init__(self) -> None:
-        self._thread = _PerThread()
-        self._tables = Cache()
-
-    def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
-        if layer.training and use_old_recompute():
-            raise ToMePassError(
-                "FLAG_USE_OLD_RECOMPUTE runs whole transformers again for the gradients, where their timestep is not "
-                "known, and this method chooses other tokens at each timestep: unset the flag, or pass another method "
-                'to apply_tome(), such as "todo".'
-            )
-        self._thread.current = read_timestep(_first(args, kwargs), self._tables)
-        return self.forward(layer, *args, **kwargs)
-
-    def current(self) -> TimestepOfPass | None:
-        """The timestep of the last pass in this thread; None before the first."""
-        current: TimestepOfPass | None = getattr(self._thread, "current", None)
-        return current
+# Blocks
 
 
-class GridWrap(Wrap):
-    """Wrap of a transformer's first layer: read the token grid.
-
-    Args:
-        placement: of a block of the transformer.
-    """
-
-    def __init__(self, placement: Placement) -> None:
-        self._family: Family = placement.family
-        self._thread = _PerThread()
-
-    def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
-        self._thread.grid = token_grid(self._family, layer, _first(args, kwargs), self.current())
-        return self.forward(layer, *args, **kwargs)
-
-    def current(self) -> Grid | None:
-        """The grid of the last pass in this thread; None before the first."""
-        grid: Grid | None = getattr(self._thread, "grid", None)
-        return grid
-
-    def check(self, grid: Grid, tokens: int) -> None:
-        """Raise ToMePassError unless the tokens of a block are those of a grid, or of the frames of a video."""
-        if tokens != grid.tokens and not (self._family.has_frames and tokens % grid.tokens == 0):
-            raise ToMePassError(
-                f"a block got {tokens} tokens but the feature map was {grid.h}×{grid.w}: {_THROUGH_ITS_MODEL}."
-            )
+class _Block(PerThread):
+    layer: nn.Layer | None = None  # the block that runs in this thread
+    placement: Placement | None = None  # what merges in it
+    plan: MergePlan | None = None  # None if nothing merges
 
 
-class BlockWrap(PlacedWrap):
+_running = _Block()
+
+
+class BlockWrap(PassWrap):
     """Wrap of a transformer block: make the plan that the layers inside it share.
 
     Args:
-        placement: what merges in the block.
+        attachment: of the denoiser.
+        block: the block.
         grid: the wrap that sees the block's token grid.
-        timestep: the wrap that sees the timestep; None if it is not read, or is an argument of the block.
     """
 
-    def __init__(self, placement: Placement, grid: GridWrap, timestep: TimestepWrap | None) -> None:
-        super().__init__(placement)
-        self.grid, self.timestep = grid, timestep
-        self._constants = Cache()
-        self._inputs = GridsOfInputs()
+    is_recomputed = True
 
-    def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.placement.config.merge_mlp and is_chunked(layer, self.placement.facts):
-            raise ToMeConfigError(CHUNKED_FEED_FORWARD)
-        _current.block, _current.plan = layer, self.build_plan(hidden_states, self._timestep(layer, args, kwargs))
+    def __init__(self, attachment: Attachment, block: MergeableBlock, grid: GridWrap) -> None:
+        super().__init__(attachment)
+        self._index, self._family, self._facts = block.index, block.family, block.facts
+        self._grid = grid
+        self._constants, self._tables = Cache(), Cache()
+
+    def is_like(self, other: PassWrap) -> bool:
+        return super().is_like(other) and isinstance(other, BlockWrap) and self._index == other._index
+
+    def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
+        name = self._facts.tokens
+        if not args and name not in kwargs:
+            raise ToMePassError(f"{type(layer).__name__} got no {name}: {_THROUGH_ITS_MODEL}.")
+        tokens, others = (args[0], args[1:]) if args else (kwargs[name], ())
+        one = self.enter(layer, tokens)
+        applied = self.attachment.applied if one is None else one.applied
+        placement = None if applied is None else applied.placements.get(self._index)
+        plan = None
+        if placement is not None and placement.share < 1:
+            if placement.config.merge_mlp and is_chunked(layer, self._facts):
+                raise ToMeConfigError(CHUNKED_FEED_FORWARD)
+            named = {key: value for key, value in kwargs.items() if key != name}
+            plan = self._plan(placement, one, tokens, self._timestep(layer, placement, one, others, named))
+        _running.layer, _running.placement, _running.plan = layer, placement, plan
         try:
-            return self.forward(layer, hidden_states, *args, **kwargs)
+            return self.forward(layer, *args, **kwargs)
         finally:
-            _current.block, _current.plan = None, None
+            _running.layer, _running.placement, _running.plan = None, None, None
 
-    def _timestep(self, layer: nn.Layer, args: tuple, kwargs: dict[str, Any]) -> TimestepOfPass | None:
-        """The timestep of the pass that runs; None if it is not read."""
-        if self.timestep is not None:
-            return self.timestep.current()
-        name = self.placement.facts.timestep
-        if name is None or not (self.placement.takes_turns and gets_timestep(layer, self.placement.facts)):
+    def _timestep(
+        self, layer: nn.Layer, placement: Placement, one: Pass | None, args: tuple, kwargs: dict[str, Any]
+    ) -> TimestepOfPass | None:
+        """The timestep of a pass; None if it is not read."""
+        if one is not None and one.timestep is not None:
+            return one.timestep
+        name = self._facts.timestep
+        if name is None or not (placement.takes_turns and gets_timestep(layer, self._facts)):
             return None
         arguments = inspect.signature(type(layer).forward).bind(layer, None, *args, **kwargs).arguments
         timestep = arguments.get(name)
         # Blocks that get the timestep are those of images. One timestep may be that of both halves of guidance.
-        return None if timestep is None else read_timestep(timestep, self._constants)._replace(batch=-1)
+        return None if timestep is None else read_timestep(timestep, self._tables)._replace(batch=-1)
 
-    def build_plan(self, metric: paddle.Tensor, timestep: TimestepOfPass | None = None) -> MergePlan | None:
-        """The plan of a pass of the block; None if nothing merges.
-
-        Args:
-            metric: the block's input [B, N, C], of frames in one sequence [B, F·N, C].
-            timestep: of the pass.
-        """
-        placement, grid = self.placement, self.grid.current()
+    def _plan(
+        self,
+        placement: Placement,
+        one: Pass | None,
+        tokens: paddle.Tensor,  # [B, N, C], of frames in one sequence [B, F·N, C], perhaps with text
+        timestep: TimestepOfPass | None,
+    ) -> MergePlan | None:
+        """The plan of a call of the block; None if nothing merges on its grid."""
+        grid = None if one is None else one.grids.get(self._grid)
         if grid is None:
             raise ToMePassError(
-                f"a block got {metric.shape[1]} tokens but no feature map was seen: {_THROUGH_ITS_MODEL}."
+                f"a block got {tokens.shape[1]} tokens but no feature map was seen: {_THROUGH_ITS_MODEL}."
             )
-        grid, timestep = self._inputs.get(metric, GridOfPass(grid, timestep))
-        if placement.facts.single_stream is not None and placement.facts.sequence == FIRST:
-            metric = metric[:, -grid.tokens :]  # without the text
-        tokens, use_gpu_form = metric.shape[1], uses_gpu_form(metric)
-        self.grid.check(grid, tokens)
-        kept = placement.kept(grid, use_gpu_form)
-        if kept.keys == grid.tokens:
+        metric = tokens
+        if self._facts.gets_text is not None and tokens.shape[1] > grid.tokens:
+            metric = split(self._facts.gets_text, tokens, grid.tokens).image
+        self._grid.check(grid, metric.shape[1])
+        kept = placement.count_kept(grid)
+        if kept == grid.tokens:
             return None
-        if (frames := max(1, tokens // grid.tokens)) > 1:
+        frames = metric.shape[1] // grid.tokens
+        if frames > 1:
             metric = metric.reshape([-1, grid.tokens, metric.shape[2]])
-        form = placement.form(grid, use_gpu_form)
-        turn = FIRST_TURN if timestep is None else Turn(timestep.turn, self._frames_in_batch(metric, timestep))
-        return join_frames(form.plan(metric, self._constants_of(form, grid, kept), kept, turn), frames)
+        number = None if timestep is None else timestep.turn
+        turn = Turn(number, frames if frames > 1 else self._frames_in_batch(metric, timestep))
+        choice = placement.method.choose(metric, self._constants_of(placement, grid, kept), kept, turn)
+        return MergePlan(choice, grid.tokens, frames)
 
-    def _frames_in_batch(self, metric: paddle.Tensor, timestep: TimestepOfPass) -> int:
+    def _frames_in_batch(self, metric: paddle.Tensor, timestep: TimestepOfPass | None) -> int:
         """How many rows of the batch are the frames of one video; 1 where a program does not know it."""
-        rows, batch = metric.shape[0], timestep.batch
-        is_known = self.placement.family.has_frame_rows and rows > batch > 0 and rows % batch == 0
+        rows, batch = metric.shape[0], -1 if timestep is None else timestep.batch
+        is_known = self._family.has_frame_rows and rows > batch > 0 and rows % batch == 0
         return rows // batch if is_known else 1
 
-    def _constants_of(self, form: Form, grid: Grid, kept: Kept) -> Any:
+    def _constants_of(self, placement: Placement, grid: Grid, kept: int) -> Any:
         """The constants of a grid, cached by device; a traced program gets its own."""
 
         def build() -> Any:
-            return form.constants(grid, self.placement.config, kept, self.placement.index)
+            return placement.method.constants(grid, placement.config, kept, self._index)
 
         if not paddle.in_dynamic_mode():
             return build()
-        return self._constants.get((paddle.get_device(), type(form), grid), build)
+        return self._constants.get((paddle.get_device(), placement.config, grid, kept), build)
+
+
+class InnerWrap(Wrap):
+    """Wrap of a layer inside a block. It moves tokens by the plan of the block.
+
+    Args:
+        block: the block.
+        name: of `LAYERS`.
+    """
+
+    def __init__(self, block: nn.Layer, name: str) -> None:
+        self._block, self._name = block, name
+
+    def is_like(self, other: "InnerWrap") -> bool:
+        return self._block is other._block and self._name == other._name
+
+    def plan(self) -> MergePlan | None:
+        """The plan of the block; None outside it, and where nothing merges around this layer.
+
+        Raises:
+            ToMePassError: another library's `forward` of the block has left out the wrap of the block.
+        """
+        if self._block is not _running.layer and not is_outermost(self._block):
+            raise ToMePassError(
+                f"the layers of a {type(self._block).__name__} run without its merging, because another library has "
+                "replaced the forward of the block since apply_tome(), or put back an earlier one: call apply_tome() "
+                "again afterwards, or remove_tome() first."
+            )
+        placement = _running.placement
+        return _running.plan if placement is not None and self._name in placement.layers else None

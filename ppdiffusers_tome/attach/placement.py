@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from paddle import nn
 
 from ..config import LAYERS, ToMeConfig
+from ..errors import ToMeConfigError
 from ..families.models import MergeableBlock, find_blocks
-from ..families.table import Block, Family
+from ..families.stream import Text
 from ..grid import Grid
-from ..methods import METHODS
-from ..methods.method import Form, Kept, Method
+from ..methods import DEFAULT_METHOD, METHODS
+from ..methods.method import Method
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,8 @@ class Placement:
     """
 
     config: ToMeConfig
-    family: Family  # of the transformer around the block
-    facts: Block  # of the class of the block
-    index: int  # of the block in its denoiser
     layers: tuple[str, ...]  # of LAYERS: those around which tokens merge
-    ratio: float  # of this block, by the method; the config's is the mean over the blocks that merge
+    share: float  # of the tokens that this block keeps, by the method; the mean over all blocks is 1 - ratio
 
     @property
     def method(self) -> Method:
@@ -32,67 +30,68 @@ class Placement:
         return METHODS[self.config.method]
 
     @property
-    def merges_block(self) -> bool:
-        """Whether tokens merge once, before the attention and the MLP of a single-stream block."""
-        return self.facts.single_stream is not None and self.config.merge_attn and self.method.merges_queries
-
-    @property
-    def merges_queries(self) -> bool:
-        """Whether the queries of self-attention merge; otherwise each token has its own query and output."""
-        return self.method.merges_queries
-
-    @property
     def takes_turns(self) -> bool:
         """Whether other timesteps choose other tokens."""
-        return self.method.takes_turns(self.config)
+        return self.config.takes_turns
 
-    def form(self, grid: Grid, use_gpu_form: bool) -> Form:
-        """The method, in the form that merges on this grid."""
-        return self.method.for_gpu(grid, self.config) if use_gpu_form else self.method
-
-    def kept(self, grid: Grid, use_gpu_form: bool) -> Kept:
+    def count_kept(self, grid: Grid) -> int:
         """How many tokens of a grid, or of each frame of a video, remain; all of them where nothing merges."""
-        return tokens_kept(self.config, grid, use_gpu_form, self.merges_block, self.ratio)
-
-
-def tokens_kept(
-    config: ToMeConfig,
-    grid: Grid,
-    use_gpu_form: bool = False,
-    merges_block: bool = False,
-    ratio: float | None = None,
-) -> Kept:
-    """How many tokens of a grid remain in a block with self-attention.
-
-    Args:
-        config: the settings.
-        grid: tokens along each axis.
-        use_gpu_form: whether tokens merge in the form that suits a GPU.
-        merges_block: as in `Placement`.
-        ratio: of the block; None: the config's.
-    """
-    ratio = config.ratio if ratio is None else ratio
-    if not ratio or grid.tokens < config.min_tokens:
-        return Kept(grid.tokens, grid.tokens, grid.tokens)
-    method = METHODS[config.method]
-    is_uniform = merges_block or not config.merge_attn  # no keys and values merge more than queries
-    kept = method.kept(grid, config, (ratio, ratio) if is_uniform else method.ratios(config, ratio))
-    form = method.for_gpu(grid, config) if use_gpu_form else method
-    return form.rounded(kept, grid, config)
+        if self.share == 1 or grid.tokens < self.config.min_tokens:
+            return grid.tokens
+        return self.method.count_kept(grid, self.config, self.share)
 
 
 def placements(denoiser: nn.Layer, config: ToMeConfig) -> list[tuple[MergeableBlock, Placement]]:
-    """The blocks of a denoiser in which a config merges; without max_downsample those at the shallowest level."""
+    """The blocks of a denoiser in which a config merges; without max_downsample those at the shallowest level.
+
+    Raises:
+        ToMeConfigError: its method merges queries, and the denoiser has no block in which that is possible; or the
+            table of families describes a block in a way that no wrap knows.
+    """
+    method = METHODS[config.method]
+    blocks = find_blocks(denoiser)
+    if method.merges_queries and blocks and not any(block.merges_queries for block in blocks):
+        raise ToMeConfigError(
+            f"method={method.name!r} is not allowed in {type(denoiser).__name__}: it merges in the transformer blocks "
+            f'of UNets and of their ControlNets, as tomesd does. Pass method="{DEFAULT_METHOD}".'
+        )
     merging = []
-    for block in find_blocks(denoiser):
+    for block in blocks:
         layers = tuple(name for name in LAYERS if getattr(config, f"merge_{name}") and name in block.sublayers)
-        if layers:
+        if layers and (block.merges_queries or not method.merges_queries):
             merging.append((block, layers))
     deepest: int = config.max_downsample or min((block.level for block, _ in merging), default=1)
     merging = [(block, layers) for block, layers in merging if block.level <= deepest]
+    if not method.merges_queries:
+        for block, _ in merging:
+            _check_facts(block)
     up = [number for number, (block, _) in enumerate(merging) if block.path.startswith("up_blocks.")]
-    ratios = METHODS[config.method].ratio_of_blocks(config, len(merging), up[-1] if up else None)
+    shares = method.kept_shares(config, len(merging), up[-1] if up else None)
     return [
-        (block, Placement(config, block.family, block.facts, block.index, layers, ratio))
-        for (block, layers), ratio in zip(merging, ratios, strict=True)
+        (block, Placement(config, layers, share)) for (block, layers), share in zip(merging, shares, strict=True)
     ]
+
+
+def _check_facts(block: MergeableBlock) -> None:
+    """Raise ToMeConfigError if no wrap knows how to leave out keys in a block as the table describes it."""
+    facts, family = block.facts, block.family
+    name = type(block.block).__name__
+    if facts.gets_text is not None and (not facts.gets_text.is_in_sequence or family.has_frames):
+        raise ToMeConfigError(
+            f"gets_text={facts.gets_text} of {name} is not known: one input with text must be FIRST or LAST, and of "
+            f"images. Correct the entry {family.name!r} in families.table."
+        )
+    if facts.text is Text.SHARED_PROJECTIONS and family.positions is None:
+        raise ToMeConfigError(
+            f"text={facts.text} of {name} is only known for attention with rotary positions: elsewhere text and image "
+            f"must be one sequence, or have projections of their own. Correct the entry {family.name!r} in "
+            "families.table."
+        )
+    projections = family.attention.image
+    for layer in block.sublayers["attn"]:
+        missing = [one for one in (projections.k, projections.v) if getattr(layer, one, None) is None]
+        if missing:
+            raise ToMeConfigError(
+                f"{type(layer).__name__} in {block.path} has no {' and no '.join(missing)}: keys and values can be "
+                "left out where each has a projection of its own, so undo their fusion before apply_tome()."
+            )

@@ -1,16 +1,160 @@
-"""Rotary positions of merged tokens, in FLUX, CogVideoX, Wan and HunyuanVideo.
+"""Attention with fewer keys where queries and keys rotate by their positions: FLUX, CogVideoX, Wan and HunyuanVideo.
 
-A merged token has the position of its dst: interpolated positions break attention (arXiv:2511.19778).
+Processors rotate keys after their projection, by one table for queries and keys. So the attention is computed here,
+as the processor of the family computes it, with the rows of the table of those keys that remain.
 """
 
+import math
 from typing import Any
 
 import paddle
+import paddle.nn.functional as F
+from paddle import nn
 
+from ..errors import ToMePassError
+from ..families.models import MergeableBlock
+from ..families.stream import Stream, Text, join, split
+from ..families.table import Attention, Projections
 from ..methods.plan import MergePlan
-from ..tensors import cast, gather
+from ..tensors import cast
+from .passes import InnerWrap
 
+MASKED = -1e4  # added to the scores of masked keys: their weight is 0, and no kernel multiplies 0 by infinity
 CosSin = tuple[paddle.Tensor, paddle.Tensor]  # cosines and sines, [T + N, d] each: text before image
+
+
+class RotaryAttentionWrap(InnerWrap):
+    """Wrap of a self-attention whose queries and keys rotate: compute it with the keys that remain.
+
+    Args:
+        block: the block.
+        name: of `LAYERS`.
+    """
+
+    def __init__(self, block: MergeableBlock, name: str) -> None:
+        super().__init__(block.block, name)
+        self._family, self._facts = block.family, block.facts
+
+    def __call__(
+        self,
+        layer: nn.Layer,
+        hidden_states: paddle.Tensor,  # [B, N, C] of the image, or of text and image
+        encoder_hidden_states: paddle.Tensor | None = None,  # [B, T, C] of the text
+        attention_mask: paddle.Tensor | None = None,  # [B, 1, 1, N + T], only in HunyuanVideo: false for unused text
+        **others: Any,
+    ) -> Any:
+        plan = self.plan()
+        if plan is None:
+            return self.forward(
+                layer,
+                hidden_states,
+                encoder_hidden_states=encoder_hidden_states,
+                attention_mask=attention_mask,
+                **others,
+            )
+        rows = others.pop(self._family.positions, None)
+        self._check(layer, attention_mask, others)
+        names, layout = self._family.attention, self._facts.text
+        stream = split(layout, hidden_states, plan.tokens, encoder_hidden_states)
+        keys = Stream(plan.merge(stream.image), stream.text)
+        query, key, value = (
+            _heads(layer, names, layout, part, tokens)
+            for part, tokens in (("q", stream), ("k", keys), ("v", keys))
+        )
+        if rows is not None:
+            table = rotary_table(rows, plan.tokens, stream.length)
+            query, key = rotate(query, table), rotate(key, rotary_of_keys(table, plan, stream.length))
+        # The kernel divides by the root of the width, whatever the scale of the layer is.
+        if not math.isclose(factor := getattr(layer, names.scale) * math.sqrt(query.shape[-1]), 1):
+            query = query * factor
+        mask = None if attention_mask is None else _mask_of_keys(attention_mask, plan, stream.length, query.dtype)
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask).cast(query.dtype)
+        output = output.reshape([0, 0, output.shape[2] * output.shape[3]])
+        return join(layout, self._outputs(layer, names, split_text_first(output, stream.length)))
+
+    def _outputs(self, layer: nn.Layer, names: Attention, stream: Stream) -> Stream:
+        """Image and text after the projections of the output."""
+        out = getattr(layer, names.image.out, None) or ()  # None where the block projects it
+        of_text = out
+        if self._facts.text is Text.OWN_PROJECTIONS:
+            of_text = getattr(layer, names.text.out, None) or ()  # None in the last block, whose text is not used
+        text = None if stream.text is None else _run_all(of_text, stream.text)
+        return Stream(_run_all(out, stream.image), text)
+
+    def _check(self, layer: nn.Layer, mask: Any, others: dict[str, Any]) -> None:
+        """Raise ToMePassError unless the attention is what this wrap computes."""
+        family = self._family
+        unknown = [key for key, value in others.items() if value is not None]
+        if mask is not None:
+            is_of_text = mask.dtype == paddle.bool and mask.ndim == 4 and mask.shape[1:3] == [1, 1]
+            unknown += [] if family.has_mask and is_of_text else ["attention_mask"]
+        processor = type(getattr(layer, family.attention.processor or "", layer)).__name__
+        if processor != family.only_processor or unknown:
+            what = f"with the argument {unknown[0]}" if processor == family.only_processor else f"by {processor}"
+            raise ToMePassError(
+                f"attention {what} cannot merge, only that of {family.only_processor} with its own arguments: set "
+                "another attention processor, leave the argument out, or remove_tome() first."
+            )
+        wrapped = self.wrapped_forward
+        if wrapped is not None and getattr(wrapped, "__func__", None) is not type(layer).forward:
+            raise ToMePassError(
+                "another library has replaced the forward of an attention before apply_tome(), as enable_cache() "
+                "does, and merging would leave that out: undo it, call apply_tome(), then repeat it."
+            )
+
+
+def split_text_first(tokens: paddle.Tensor, text: int) -> Stream:
+    """The image and the text of a sequence [B, T + N, C] with T tokens of text before the image."""
+    return Stream(tokens[:, text:], tokens[:, :text]) if text else Stream(tokens, None)
+
+
+def _heads(layer: nn.Layer, names: Attention, layout: Text | None, part: str, stream: Stream) -> paddle.Tensor:
+    """Queries, keys or values [B, T + N, heads, d] of text and image, text first."""
+    if stream.text is None:
+        return _project(layer, names, names.image, part, stream.image)
+    if layout is Text.OWN_PROJECTIONS:
+        of_text = _project(layer, names, names.text, part, stream.text)
+        return paddle.concat([of_text, _project(layer, names, names.image, part, stream.image)], axis=1)
+    return _project(layer, names, names.image, part, paddle.concat([stream.text, stream.image], axis=1))
+
+
+def _project(
+    layer: nn.Layer,
+    names: Attention,
+    projections: Projections,  # those of `names` for image or text
+    part: str,  # "q", "k" or "v"
+    tokens: paddle.Tensor,  # [B, S, C]
+) -> paddle.Tensor:  # [B, S, heads, d]
+    """The heads of queries, keys or values, after their norm."""
+    x = getattr(layer, getattr(projections, part))(tokens)
+    count = getattr(layer, names.heads)
+    heads = [0, 0, count, x.shape[-1] // count]
+    norm = None if part == "v" else getattr(layer, getattr(projections, f"norm_{part}"), None)
+    if norm is None:
+        return x.reshape(heads)
+    if norm.weight is not None and norm.weight.shape[0] == x.shape[-1]:  # across heads, as in Wan
+        return norm(x).reshape(heads)
+    return norm(x.reshape(heads), **names.norm_arguments)
+
+
+def _run_all(layers: Any, tokens: paddle.Tensor) -> paddle.Tensor:
+    """The output of a layer, or of several that run one after the other."""
+    if isinstance(layers, nn.Layer) and not isinstance(layers, (nn.LayerList, nn.Sequential)):
+        return layers(tokens)
+    for layer in layers:
+        tokens = layer(tokens)
+    return tokens
+
+
+def _mask_of_keys(
+    mask: paddle.Tensor,  # [B, 1, 1, N + T]: true for keys that count; all image tokens do, which come first
+    plan: MergePlan,
+    text: int,
+    dtype: paddle.dtype,
+) -> paddle.Tensor:  # [B, 1, 1, T + K]: what is added to the scores
+    of_text = (1 - cast(mask[..., -text:], paddle.float32)) * MASKED
+    of_image = paddle.zeros([1, 1, 1, plan.kept]).expand([mask.shape[0], -1, -1, -1])
+    return cast(paddle.concat([of_text, of_image], axis=-1), dtype)
 
 
 def rotary_table(rows: Any, image: int, text: int) -> CosSin:
@@ -31,22 +175,18 @@ def rotary_table(rows: Any, image: int, text: int) -> CosSin:
     return cos, sin
 
 
-def rotary_of_merged(rows: CosSin, plan: MergePlan) -> CosSin:  # [B, T + N - r, d] each
-    """The rotary rows of the tokens that `merge` returns: those of their dst, after those of the text."""
-    positions = plan.kept_rows % plan.tokens  # [B, N - r]
+def rotary_of_keys(table: CosSin, plan: MergePlan, text: int) -> CosSin:  # [T + K, d] each
+    """The rotary rows of the text and of the image tokens that remain, which keep their positions."""
     moved = []
-    for table in rows:
-        image = gather(table[-plan.tokens :], positions.flatten()).reshape([*positions.shape, -1])
-        if table.shape[0] > plan.tokens:
-            text = table[: -plan.tokens].unsqueeze(0).expand([positions.shape[0], -1, -1])
-            image = paddle.concat([text, image], axis=1)
-        moved.append(image)
+    for rows in table:
+        image = plan.rows(rows[text:])
+        moved.append(paddle.concat([rows[:text], image]) if text else image)
     return moved[0], moved[1]
 
 
 def rotate(
     x: paddle.Tensor,  # [B, S, heads, d]
-    rows: CosSin,  # [S, d] or [B, S, d] each
+    rows: CosSin,  # [S, d] each
 ) -> paddle.Tensor:
     """Rotate pairs of neighbouring channels by the angles of each token, in float32."""
     cos, sin = (table.unsqueeze(-2) for table in rows)  # over heads

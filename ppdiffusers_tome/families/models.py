@@ -10,7 +10,6 @@ from paddle import nn
 from paddle.jit.dy2static.program_translator import ASTStaticFunction
 from ppdiffusers import DiffusionPipeline
 from ppdiffusers.models.embeddings import GaussianFourierProjection
-from ppdiffusers.utils import use_old_recompute as use_old_recompute
 
 from ..errors import ToMeConfigError
 from ..grid import Grid
@@ -31,6 +30,7 @@ class MergeableBlock:
     timestep_layer: nn.Layer | None  # a layer of the denoiser whose first argument is the timestep
     family: Family  # of the transformer
     facts: Block  # of the class of the block
+    is_in_unet: bool  # whether its denoiser is a UNet, or the ControlNet of one
 
     @property
     def sees_timestep(self) -> bool:
@@ -38,8 +38,13 @@ class MergeableBlock:
         return self.timestep_layer is not None or gets_timestep(self.block, self.facts)
 
     @property
+    def merges_queries(self) -> bool:
+        """Whether layers can run on merged tokens, as in tomesd: in `BasicTransformerBlock`s of UNets."""
+        return self.is_in_unet and self.facts.follows_tomesd
+
+    @property
     def sublayers(self) -> dict[str, tuple[nn.Layer, ...]]:
-        """The layers that can run on merged tokens, under the names of the `merge_…` settings."""
+        """The layers around which tokens can merge, under the names of the `merge_…` settings."""
         facts = self.facts
         paths_by_setting = {"attn": facts.attn, "crossattn": facts.crossattn, "mlp": facts.mlp}
         if getattr(self.block, facts.only_crossattn, False):
@@ -170,24 +175,34 @@ def find_blocks(denoiser: nn.Layer) -> list[MergeableBlock]:
     blocks: list[MergeableBlock] = []
     for path, transformer, family in _transformers(denoiser):
         level = level_of(denoiser, path)
-        for name in family.block_lists:
-            for i, block in enumerate(getattr(transformer, name, ())):
-                facts = _facts_of(block, family)
-                if facts is None:
-                    continue
-                mergeable = MergeableBlock(
-                    path=f"{path}.{name}.{i}".lstrip("."),
-                    index=len(blocks),
-                    level=level,
-                    transformer=transformer,
-                    grid_layer=_grid_layer(transformer, family),
-                    timestep_layer=_timestep_layer(denoiser, family),
-                    block=block,
-                    family=family,
-                    facts=facts,
-                )
-                blocks.append(mergeable)
+        for name, block in _members(transformer, family):
+            facts = _facts_of(block, family)
+            if facts is None:
+                continue
+            mergeable = MergeableBlock(
+                path=f"{path}.{name}".lstrip("."),
+                index=len(blocks),
+                level=level,
+                transformer=transformer,
+                grid_layer=_grid_layer(transformer, family),
+                timestep_layer=_timestep_layer(denoiser, family),
+                block=block,
+                family=family,
+                facts=facts,
+                is_in_unet=hasattr(denoiser, "down_blocks"),
+            )
+            blocks.append(mergeable)
     return blocks
+
+
+def _members(transformer: nn.Layer, family: Family) -> Iterator[tuple[str, nn.Layer]]:
+    """The layers that a transformer has under the names in `block_lists`: those of lists, and single ones."""
+    for name in family.block_lists:
+        layers = getattr(transformer, name, None)
+        if isinstance(layers, (nn.LayerList, nn.Sequential)):
+            yield from ((f"{name}.{i}", layer) for i, layer in enumerate(layers))
+        elif isinstance(layers, nn.Layer):
+            yield name, layers
 
 
 def _transformers(denoiser: nn.Layer) -> Iterator[tuple[str, nn.Layer, Family]]:
@@ -236,10 +251,13 @@ def _grid_layer(transformer: nn.Layer, family: Family) -> nn.Layer:
     It is inside the transformer, so that a library that replaces the whole `forward` of a transformer, as caches of
     ppdiffusers do, still calls it.
     """
-    return next(
-        attrgetter(path)(transformer)
-        for path in family.grid_layers
-        if getattr(transformer, path.partition(".")[0], None) is not None
+    for path in family.grid_layers:
+        if getattr(transformer, path.partition(".")[0], None) is not None:
+            layer: nn.Layer = attrgetter(path)(transformer)
+            return layer
+    raise ToMeConfigError(
+        f"{type(transformer).__name__} has none of the layers whose input shows its token grid: "
+        f"{', '.join(family.grid_layers)}. Name one in grid_layers of the entry {family.name!r} in families.table."
     )
 
 

@@ -7,6 +7,7 @@ from paddle import nn
 from ..grid import Grid
 from .grids import grid_at, level_of
 from .models import MergeableBlock, find_blocks
+from .stream import Text
 
 
 def rows_of_layers(denoiser: nn.Layer, latent: Grid, text: int, frames: int) -> Iterator[tuple[nn.Layer, int]]:
@@ -121,4 +122,5 @@ def image_keys(block: MergeableBlock, name: str, layer: nn.Layer) -> int:
 
 
 def _text_in_sequence(block: MergeableBlock, text: int) -> int:
-    return text if block.facts.sequence is not None or block.facts.text == "shared projections" else 0
+    """Text tokens that pass through the same layers as the image."""
+    return text if block.facts.text not in (None, Text.OWN_PROJECTIONS) else 0

@@ -5,14 +5,14 @@ A class that ppdiffusers 0.29.0 does not have is named by a string.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from ppdiffusers import ControlNetModel, SD3Transformer2DModel, UNet2DConditionModel
 from ppdiffusers.models.attention import BasicTransformerBlock, JointTransformerBlock
 from ppdiffusers.models.transformer_2d import Transformer2DModel
 from ppdiffusers.models.transformer_temporal import TransformerSpatioTemporalModel
 
-FIRST, LAST = "first", "last"  # where text is in a sequence of text and image
+from .stream import Text
 
 
 @dataclass(frozen=True)
@@ -38,39 +38,30 @@ class Attention:
     )
     heads: str = "heads"  # number of heads
     scale: str = "scale"  # of the scores
-    processor: str | None = "processor"  # computes the attention; None: the layer does, by the base kernel
+    processor: str | None = "processor"  # computes the attention; None: the layer does
     norm_arguments: Mapping[str, Any] = field(default_factory=dict)  # of norms, beside the heads [B, S, heads, d]
-
-
-@dataclass(frozen=True)
-class SingleStream:
-    """The layers of a block whose attention and MLP are parallel, and share a norm and the last projection."""
-
-    norm: str = "norm"
-    mlp: str = "proj_mlp"
-    out: str = "proj_out"
 
 
 @dataclass(frozen=True)
 class Block:
     """Describes a class of transformer blocks. Layers are named by the block's attributes; a block may lack some."""
 
-    # The layers that can run on merged tokens, by the names of the `merge_…` settings.
+    # The layers around which tokens can merge, by the names of the `merge_…` settings.
     attn: tuple[str, ...] = ("attn1",)
     crossattn: tuple[str, ...] = ("attn2",)
     mlp: tuple[str, ...] = ("ff",)
     only_crossattn: str = "only_cross_attention"  # attribute that is true if `attn` is cross-attention too
     chunk_size: str = "_chunk_size"  # attribute that is not None if the MLP gets the tokens in chunks
-    # Text that attends with the image as an argument of `attn`, with projections of its own or those of the image.
-    text: Literal["own projections", "shared projections"] | None = None
+    tokens: str = "hidden_states"  # argument of the block that is its tokens
+    text: Text | None = None  # where the text is that attends with the image in `attn`; None: there is none
+    gets_text: Text | None = None  # where it is in `tokens`, if text and image are one input of the block
     timestep: str | None = None  # argument of the block that is the timestep, if it is not an embedding of it
-    sequence: str | None = None  # FIRST or LAST, where text and image pass through a layer as one sequence
-    single_stream: SingleStream | None = None
     text_layers: tuple[str, ...] = ()  # layers of the block that get the text alone
+    follows_tomesd: bool = False  # whether queries can merge: the class of blocks in whose UNets tomesd merges
 
     @property
     def merging_layers(self) -> tuple[str, ...]:
-        """All layers of the block that can run on merged tokens."""
+        """All layers of the block around which tokens can merge."""
         return self.attn + self.crossattn + self.mlp
 
 
@@ -89,9 +80,8 @@ class Family:
     has_frame_rows: bool = False  # whether a batch may have several rows for each timestep, the frames of a video
     block_lists: tuple[str, ...] = ("transformer_blocks",)
     attention: Attention = field(default_factory=Attention)
-    # The only processor whose attention can merge; None: that of any processor.
-    only_processor: str | None = None
     positions: str | None = None  # argument of an attention by which queries and keys rotate
+    only_processor: str | None = None  # the only processor whose attention can merge; where queries and keys rotate
     has_mask: bool = False  # whether an attention takes a mask of the text
     grid_from_positions: bool = False  # whether the grid layer gets the position of each token, not a feature map
     packs_latents: bool = False  # whether the pipeline packs 2×2 latent pixels into one token
@@ -108,19 +98,20 @@ class Family:
 
 def _joint(**facts: Any) -> Block:
     """A block whose attention sees text with projections of its own."""
-    own: dict[str, Any] = {"crossattn": (), "text": "own projections", "text_layers": ("ff_context",)}
+    own: dict[str, Any] = {"crossattn": (), "text": Text.OWN_PROJECTIONS, "text_layers": ("ff_context",)}
     return Block(**{**own, **facts})
 
 
-def _single_stream(sequence: str) -> Block:
-    return Block(attn=("attn",), crossattn=(), mlp=(), sequence=sequence, single_stream=SingleStream())
+def _single_stream(text: Text, gets_text: Text | None = None) -> Block:
+    """A block whose attention, over text and image as one sequence, is parallel to its MLP."""
+    return Block(attn=("attn",), crossattn=(), mlp=(), text=text, gets_text=gets_text)
 
 
 FAMILIES: list[Family] = [
     Family(
         name="UNets, their ControlNets, DiT and PixArt",
         transformers=(Transformer2DModel, TransformerSpatioTemporalModel),
-        blocks={BasicTransformerBlock: Block(timestep="timestep")},  # in VQ-Diffusion and DiT
+        blocks={BasicTransformerBlock: Block(timestep="timestep", follows_tomesd=True)},  # timestep: of VQ-Diffusion, DiT
         grid_layers=("latent_image_embedding", "pos_embed", "norm"),  # of VQ-Diffusion; DiT and PixArt; UNets
         timestep_inputs=("time_proj", "adaln_single"),  # of UNets and ControlNets; PixArt
         has_frame_rows=True,
@@ -144,7 +135,7 @@ FAMILIES: list[Family] = [
         transformers=("FluxTransformer2DModel", "FluxControlNetModel"),
         blocks={
             "FluxTransformerBlock": _joint(attn=("attn",)),
-            "FluxSingleTransformerBlock": _single_stream(FIRST),
+            "FluxSingleTransformerBlock": _single_stream(Text.FIRST, Text.FIRST),
         },
         grid_layers=("pos_embed",),
         timestep_inputs=("time_text_embed",),
@@ -162,7 +153,7 @@ FAMILIES: list[Family] = [
     Family(
         name="CogVideoX",
         transformers=("CogVideoXTransformer3DModel", "CogVideoXTransformer3DVCtrlModel"),
-        blocks={"CogVideoXBlock": Block(crossattn=(), text="shared projections", sequence=FIRST)},
+        blocks={"CogVideoXBlock": Block(crossattn=(), text=Text.SHARED_PROJECTIONS)},
         grid_layers=("patch_embed.proj",),
         timestep_inputs=("time_proj",),
         only_processor="CogVideoXAttnProcessor2_0",
@@ -203,7 +194,7 @@ FAMILIES: list[Family] = [
         transformers=("HunyuanVideoTransformer3DModel",),
         blocks={
             "HunyuanVideoTransformerBlock": _joint(attn=("attn",)),
-            "HunyuanVideoSingleTransformerBlock": _single_stream(LAST),
+            "HunyuanVideoSingleTransformerBlock": _single_stream(Text.LAST),
         },
         grid_layers=("x_embedder.proj",),
         timestep_inputs=("time_text_embed",),

@@ -1,13 +1,13 @@
-"""The ways to merge tokens: each method chooses which tokens merge, and its plan moves them.
+"""The ways to merge tokens: each method chooses which tokens remain, and `plan` moves them.
 
-A method is one file, from its constants to its plan, and an entry of `METHODS`. Everything else (settings, wraps,
+A method is one file, from its constants to its choice, and an entry of `METHODS`. Everything else (settings, wraps,
 summary, exports, commands) asks the entry. The folder imports `errors`, `grid` and `tensors`.
 """
 
-from .cells import TODO
 from .interlace import INTERLACE
 from .method import Method
-from .pairs import DEFAULT, KV, SYMMETRIC, TOMESD
+from .todo import TODO
+from .tomesd import TOMESD
 
-METHODS: dict[str, Method] = {method.name: method for method in (INTERLACE, TODO, TOMESD, DEFAULT, SYMMETRIC, KV)}
+METHODS: dict[str, Method] = {method.name: method for method in (INTERLACE, TODO, TOMESD)}
 DEFAULT_METHOD = INTERLACE.name

@@ -34,13 +34,13 @@ class Turn(NamedTuple):
     """Which of the choices of a method a pass has."""
 
     number: paddle.Tensor | None = None  # [1] int64 from 0 to TURNS - 1; None: always 0
-    frames: int = 1  # rows of the batch that are the frames of one video; each is one turn after the frame before
+    frames: int = 1  # of one video; each is one turn after the frame before
 
-    def choose(self, table: paddle.Tensor, frames: int = 1) -> paddle.Tensor:  # [TURNS, L] → [frames, L]
+    def choose(self, table: paddle.Tensor) -> paddle.Tensor:  # [TURNS, L] → [frames, L]
         """The rows of a table whose turn it is in successive frames."""
         number = paddle.zeros([1], dtype="int64") if self.number is None else self.number
-        if frames > 1:
-            number = (number + count_rows(paddle.ones([frames]))) % TURNS
+        if self.frames > 1:
+            number = (number + count_rows(paddle.ones([self.frames]))) % TURNS
         return paddle.gather(table, number)
 
 
