@@ -129,10 +129,10 @@ class PairConstants(NamedTuple):
     inverse_order: paddle.Tensor  # [N] int64: the index of each position in dst | src
 
     def in_turn(self, turn: Turn) -> "PairConstants":
-        """The constants whose turn it is."""
+        """The constants whose turn it is, the same in all frames of a video."""
         if self.dst.ndim == 1:
             return self
-        return PairConstants(*(turn.choose(table).reshape([-1]) for table in self))
+        return PairConstants(*(Turn(turn.number).choose(table).reshape([-1]) for table in self))
 
 
 @paddle.jit.not_to_static  # constants, which Paddle would compute in the program
