@@ -1,7 +1,6 @@
 """`python -m ppdiffusers_tome`: the command line. It only dispatches to `commands`."""
 
 import argparse
-import difflib
 import io
 import sys
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from .commands import compare, export, generate, serve
 from .comparison.results import PROGRAM, command_line
 from .errors import ToMeError
 from .replacement import TERMINATED, exit_on_sigterm
+from .errors import nearest
 
 Command: TypeAlias = Callable[[argparse._SubParsersAction], None]  # adds a command to the command line
 COMMANDS: tuple[Command, ...] = (compare.add, export.add, generate.add, serve.add)
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options, unknown = _parser().parse_known_args(arguments)
     if unknown:  # the error of the command, with its usage; argparse's would have that of the program
-        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest(unknown, options.parser)}")
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown, options.parser)}")
     remedy = {
         "generate": f": continue with {command_line(arguments)}",  # what it has generated is on the disk
         "export": ": nothing was written",
@@ -43,11 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return exit_status(lambda: options.run(options, arguments), remedy)
 
 
-def _nearest(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
+def _hint(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
     """A hint at the option that is written like the first unknown one; empty if none is."""
     known = [name for action in parser._actions for name in action.option_strings if action.help != argparse.SUPPRESS]
-    nearest = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
-    return f" (did you mean {nearest[0]}?)" if nearest else ""
+    meant = nearest(unknown[0].partition("=")[0], known)
+    return f" (did you mean {meant}?)" if meant else ""
 
 
 def escape_unprintable() -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 from ppdiffusers_tome.run.manifest import Size
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import AppConfig
-from ppdiffusers_tome.serving.jobs import AbandonedError, GeneratedImage, GenerationError, Limits
+from ppdiffusers_tome.serving.jobs import AbandonedError, GenerationError, Limits
 from ppdiffusers_tome.serving.queue import ImageQueue
 from ppdiffusers_tome.serving.server import DrainingServer, listen
 
@@ -41,7 +41,7 @@ class FakeEngine:
     A prompt may ask for a failure.
     """
 
-    name, sampler, methods = "fake", "DDIM", {0.5: "symmetric, windows of 8", 0.0: ""}
+    name, sampler, methods = "fake", "DDIM", {0.5: "todo, min_tokens=64", 0.0: ""}
     can_batch = True
     clock = None  # a `Clock`: steps take their time by it, and none by any other
 
@@ -87,13 +87,10 @@ class FakeEngine:
                 raise RuntimeError("secret reason")
             if job.prompt == "damaged":
                 raise GenerationError("an image has values that are not finite")
-        return [GeneratedImage(self.paint(job), self.merge_map(job)) for job in jobs]
+        return [self.paint(job) for job in jobs]
 
     def paint(self, job):
         return Image.new("RGB", (job.width, job.height), (job.seed % 256, 0, 0))
-
-    def merge_map(self, job):
-        return None
 
 
 class Clock:

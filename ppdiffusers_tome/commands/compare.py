@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from paddlenlp.utils.log import logger
 from PIL import Image, ImageOps
 from ppdiffusers import DiffusionPipeline
 
-from ..comparison.arms import MIN_SIDE, ROUNDS, Figures, Scene, compare, draw_sheet, make_table, most_steps
+from ..comparison.arms import MIN_SIDE, ROUNDS, Figures, Merging, Scene, compare, draw_sheet, make_table, most_steps
 from ..comparison.environment import commit, describe_environment
 from ..comparison.fonts import font_for, missing
 from ..comparison.goal import Goal, known_settings, merges_at, parse_goal
@@ -27,7 +27,7 @@ from ..errors import ParameterError, ToMeConfigError
 from ..export.loading import load_for_export, model_defaults, pipeline_class, require_model_folder
 from ..files import check_writable
 from ..progress import StepLines
-from ..run.manifest import MANIFEST, Manifest, Size, parse_size, ratio_name, read_manifest
+from ..run.manifest import MANIFEST, ExportedMerging, Manifest, Size, parse_size, ratio_name, read_manifest
 from ..run.pipeline import load_pipeline
 from ..serving.jobs import MAX_SEED, MAX_STEPS
 from ..serving.png import upright_rgb
@@ -110,7 +110,7 @@ class Plan:
         manifest: of an exported folder; None for a pipeline.
     """
 
-    configs: Sequence[ToMeConfig] | None
+    configs: Sequence[Merging] | None
     sizes: Sequence[Size]
     image: Image.Image | None
     goal: Goal | None
@@ -145,7 +145,7 @@ def _compare(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         rows += _compare_at(pipe, size, plan.image, configs, about, options, command_line(arguments))
     if plan.goal is not None:
         return _choose(plan.goal, rows, options, command_line(arguments), {**sizes[0]._asdict(), **about})
-    print(_next_steps(options, rows, plan.manifest))
+    print(_next_steps(options, rows))
     return 0
 
 
@@ -174,7 +174,7 @@ def _check(options: argparse.Namespace) -> Plan:
     if options.save is not None and goal is None:
         raise ToMeConfigError(f"--save {options.save} needs --goal, which chooses the settings.")
     image = _check_images(options, manifest)
-    configs = _configs(options, goal) if manifest is None else _exported_configs(options, manifest, sizes)
+    configs = _configs(options, goal) if manifest is None else _exported_merging(options, manifest, sizes)
     with naming_options():
         check_writable(options.output, "output")
         if options.save is not None:
@@ -244,12 +244,12 @@ def _configs(options: argparse.Namespace, goal: Goal | None) -> list[ToMeConfig]
     if goal is not None and not (options.ratio or options.merging or options.config):
         return None
     configs = all_configs(options)
-    if not all(config.ratio for config in configs):
+    if not all(config.effective_ratio for config in configs):
         raise ToMeConfigError("--ratio 0 is not allowed: plain images are always generated.")
     return configs
 
 
-def _exported_configs(options: argparse.Namespace, manifest: Manifest, sizes: Sequence[Size]) -> list[ToMeConfig]:
+def _exported_merging(options: argparse.Namespace, manifest: Manifest, sizes: Sequence[Size]) -> list[ExportedMerging]:
     """How the UNet of an exported folder merges, at each ratio that is compared."""
     for name in ("method", "merging", "config"):
         if getattr(options, name):
@@ -274,8 +274,25 @@ def _exported_configs(options: argparse.Namespace, manifest: Manifest, sizes: Se
             raise ToMeConfigError("--ratio 0 is not allowed: plain images are always generated.")
     if not ratios:
         raise ToMeConfigError(f"{options.model} was exported with ratio 0 alone: there is nothing to compare with it.")
-    configs = [manifest.merging[ratio_name(ratio)][0] for ratio in ratios]
-    return [config for config in configs if config is not None]
+    settings = [manifest.merging[ratio_name(ratio)][0] for ratio in ratios]
+    merging = [ExportedMerging(own) for own in settings if own is not None]
+    if options.save is not None:
+        for one in merging:
+            _saveable(one, options)
+    return merging
+
+
+def _saveable(merging: Merging, options: argparse.Namespace) -> ToMeConfig:
+    """The config to save for a way to merge; ToMeConfigError for an export whose settings this release lacks."""
+    if isinstance(merging, ToMeConfig):
+        return merging
+    try:
+        return ToMeConfig(**{**merging.changed_settings(), "method": merging.method})
+    except (ToMeConfigError, TypeError) as error:  # TypeError: of a setting that is no more
+        raise ToMeConfigError(
+            f"--save {options.save} cannot write how {options.model} merges ({merging.describe()}): {error} Leave it "
+            "out."
+        ) from None
 
 
 def _dtype() -> str:
@@ -306,7 +323,7 @@ def _compare_at(
     pipe: DiffusionPipeline,
     size: Size,
     image: Image.Image | None,
-    configs: Sequence[ToMeConfig],
+    configs: Sequence[Merging],
     about: dict[str, Any],
     options: argparse.Namespace,
     command: str,
@@ -329,14 +346,16 @@ def _compare_at(
     arms = compare(pipe, scene, configs, options.rounds, report, after_step)
     rows = [arm.figures(arms[0]) for arm in arms]
     sheet = options.output / f"compare_{name}.jpg"
-    if lacking := missing(font_for(text := "".join(about["prompts"])), text):
+    font = font_for(text := "".join(about["prompts"]))
+    if lacking := missing(font, text):
         print(
             f"no installed font has {lacking}: the sheet shows escapes in their place. Install one, such as Debian's "
             "fonts-noto-cjk for Chinese, Japanese and Korean.",
             file=sys.stderr,
         )
-    save_jpeg(draw_sheet(arms, scene), sheet, **size._asdict(), merging=[str(config) for config in configs], **about)
-    content = {**size._asdict(), **about, "goal": options.goal, "arms": [asdict(row) for row in rows]}
+    merging = [config.describe() for config in configs]
+    save_jpeg(draw_sheet(arms, scene, font), sheet, **size._asdict(), merging=merging, **about)
+    content = {**size._asdict(), **about, "goal": options.goal, "arms": [row.content() for row in rows]}
     write_result(sheet.with_suffix(".json"), make_result("comparison", command, **content))
     print(f"{make_table(rows)}\nimages: {sheet}", flush=True)
     return rows
@@ -352,30 +371,42 @@ def _choose(
         found = "nothing is faster than plain here" if best is None else f"the best is {best.summary}"
         print(f"No settings reach the goal, {goal}: {found}." + (" Nothing is saved." if options.save else ""))
         return NOT_REACHED
-    print(f"Goal, {goal}: {chosen.summary}\n  pipe.apply_tome({chosen.config.describe()})")
+    print(f"Goal, {goal}: {chosen.summary}\n  {_in_code(chosen.config, options)}")
     if options.save is not None:
         details = {"command": command, "commit": commit(), "environment": describe_environment(), **about}
-        figures = {"goal": str(goal), "figures": asdict(chosen), "compared": [asdict(row) for row in rows]}
+        figures = {"goal": str(goal), "figures": chosen.content(), "compared": [row.content() for row in rows]}
         options.save.parent.mkdir(parents=True, exist_ok=True)
-        chosen.config.save(options.save, **details, **figures)
+        _saveable(chosen.config, options).save(options.save, **details, **figures)
         print(f"saved: {options.save}, for pipe.apply_tome(config=…) and export --config")
     return 0
 
 
-def _next_steps(options: argparse.Namespace, rows: Sequence[Figures], manifest: Manifest | None) -> str:
+def _next_steps(options: argparse.Namespace, rows: Sequence[Figures]) -> str:
     """What a user can do after a comparison, with the fastest way to merge."""
     faster = [(row.gain, row.config) for row in rows if row.config is not None and row.gain is not None]
     gain, config = max(faster, key=lambda pair: pair[0], default=(0.0, ToMeConfig()))
     if gain <= 1:
         return "Merging is not faster here. It gains more in larger images."
-    if manifest is not None:
-        return f"Next:\n  load_pipeline({options.model!r}, ratio={config.ratio:g})   # in your own code"
+    in_code = f"  {_in_code(config, options)}   # in your own code"
+    if isinstance(config, ExportedMerging):
+        return f"Next:\n{in_code}"
     words = ["export", "--model", options.model, "--output", "build/export"]
     words += ["--controlnet", options.controlnet] if options.controlnet else []
     words += ["--img2img"] if options.image and not options.controlnet else []
     words += ["--size", *options.size] if options.size else []
     settings = {name: value for name, value in config.changed_settings().items() if name != "ratio"}
     words += ["--merging", ",".join(f"{name}={value}" for name, value in settings.items())] if settings else []
-    words += ["--ratio", repr(float(config.ratio)), "0"]  # and plain programs, for compare and clients that ask for 0
+    words += [
+        "--ratio",
+        repr(config.effective_ratio),
+        "0",
+    ]  # and plain programs, for compare and clients that ask for 0
     export = f"  {command_line(words)}   # on a CPU: faster programs"
-    return "\n".join(["Next:", export, f"  pipe.apply_tome({config.describe()})   # in your own code"])
+    return "\n".join(["Next:", export, in_code])
+
+
+def _in_code(merging: Merging, options: argparse.Namespace) -> str:
+    """The call that merges this way, in a program of the user's own."""
+    if isinstance(merging, ExportedMerging):
+        return f"load_pipeline({options.model!r}, ratio={merging.effective_ratio:g})"
+    return f"pipe.apply_tome({merging.describe()})"

@@ -35,7 +35,6 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--controlnet", metavar="DIR", help="a ControlNet to fuse with the UNet")
     option("--controlnet-ratio", type=float, help="ratio of the ControlNet; 0 does not merge (default: the UNet's)")
     option("--img2img", action="store_true", help="export the VAE's encoder too, for image-to-image and inpainting")
-    option("--merge-map", action="store_true", help="export which tokens merge too, for the page of serve")
     option("--no-safety-checker", action="store_true", help="omit a safety checker, which cannot be exported")
     option(
         "--format",
@@ -54,7 +53,6 @@ def add(commands: argparse._SubParsersAction) -> None:
         choices=RUNTIMES,
         help=f"with --layout diffusers, which runtime the ONNX models suit (default: {RUNTIMES[0]}, for both)",
     )
-    option("--for-gpu", action="store_true", help="merge by operations that are fast on a GPU and slow on a CPU")
     option("--overwrite", action="store_true", help="replace an earlier export")
     add_merge_options(export, "how to merge", is_single=True)
     add_removed_options(export)
@@ -96,10 +94,8 @@ def _write(options: argparse.Namespace, configs: Sequence[ToMeConfig]) -> Manife
         configs,
         sizes,
         image_to_image=options.img2img,
-        merge_map=options.merge_map,
         controlnet=controlnet,
         overwrite=options.overwrite,
-        for_gpu=options.for_gpu,
         format=format,
         layout=layout,
     )

@@ -4,14 +4,33 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..config import SETTINGS, ToMeConfig, check_names
+from ..config import ToMeConfig, check_names
 from ..errors import ToMeConfigError
 from ..methods import DEFAULT_METHOD, METHODS
 from .image_options import naming_options
 
-FLAGS = ("proportional", "merge_crossattn", "merge_mlp")  # settings that were options of 2.x without a value
-OPTIONS_OF_2 = [name for name in SETTINGS if name not in ("ratio", "use_rand", "method")]
-EXAMPLE = "method=kv,ratio=0.75"
+EXAMPLE = "method=todo,ratio=0.5"
+# Options of earlier releases for a setting that --merging takes now; {value} is what followed the option.
+SETTINGS_OF_2 = {
+    "--max-downsample": "max_downsample={value}",
+    "--min-tokens": "min_tokens={value}",
+    "--sx": "sx={value}",
+    "--sy": "sy={value}",
+    "--seed": "seed={value}",
+    "--no-rand": "use_rand=false",
+    "--merge-crossattn": "merge_crossattn",
+    "--merge-mlp": "merge_mlp",
+}
+REMOVED_OPTIONS = {  # others, with what to do instead
+    "--match": "write --method todo for grid, otherwise leave it out",
+    "--merge-attn": "write --method todo for kv, otherwise leave it out",
+    "--blend": "leave it out, a merged token is the mean of its tokens",
+    "--window": "leave it out, no method has windows",
+    "--proportional": "leave it out, no method weights merged tokens",
+    "--no-proportional": "leave it out, no method weights merged tokens",
+    "--for-gpu": "leave it out, exports have one form, which runs on CPUs and GPUs",
+    "--merge-map": "leave it out, no export has merge maps",
+}
 _WORDS = {"": True, "true": True, "false": False, "none": None}
 
 
@@ -46,25 +65,16 @@ class _RemovedOption(argparse.Action):
 
 
 def add_removed_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of 2.x for single settings, which --merging has replaced."""
-    for name in OPTIONS_OF_2:
-        write = f"write --merging {_with_its_method(name)}" + ("={value}" if name not in FLAGS else "")
-        if name == "merge_attn":
-            write = "write --method NAME"
-        command.add_argument("--" + name.replace("_", "-"), action=_RemovedOption, instead=write)
-    for option, setting in (("--no-rand", "use_rand=false"), ("--no-proportional", "proportional=false")):
-        instead = f"write --merging {_with_its_method(setting)}"
-        command.add_argument(option, action=_RemovedOption, instead=instead)
-    instead = "write --method todo for grid, or --method default"
-    command.add_argument("--match", action=_RemovedOption, instead=instead)
-    mean = "leave it out, a merged token is the mean of its tokens"
-    command.add_argument("--blend", action=_RemovedOption, instead=mean)
+    """Add the options of earlier releases that are gone."""
+    instead = {option: f"write --merging {_with_its_method(text)}" for option, text in SETTINGS_OF_2.items()}
+    for option, text in (instead | REMOVED_OPTIONS).items():
+        command.add_argument(option, action=_RemovedOption, instead=text)
 
 
-def _with_its_method(setting: str) -> str:
-    """A setting of 2.x as --merging takes it: after the method that it was of, where the default one lacks it."""
-    lacks = setting.partition("=")[0] in METHODS[DEFAULT_METHOD].fixed
-    return f"method=default,{setting}" if lacks else setting
+def _with_its_method(text: str) -> str:
+    """A setting as --merging takes it: after the first method that has it, unless the default one does."""
+    having = [method.name for method in METHODS.values() if method.has(text.partition("=")[0])]
+    return text if DEFAULT_METHOD in having else f"method={having[0]},{text}"
 
 
 def read_methods(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -85,7 +95,7 @@ def read_methods(options: argparse.Namespace) -> list[dict[str, Any]]:
 def _with_own_ratio(settings: dict[str, Any]) -> dict[str, Any]:
     config = ToMeConfig(**settings)
     allows_any = METHODS[config.method].allowed_ratios(config.sx, config.sy) is None
-    return settings if allows_any else {**settings, "ratio": config.ratio}
+    return settings if allows_any else {**settings, "ratio": config.effective_ratio}
 
 
 def merge_configs(options: argparse.Namespace) -> list[ToMeConfig]:
@@ -128,11 +138,11 @@ def all_configs(options: argparse.Namespace) -> list[ToMeConfig]:
         for ratio, refusal in refusals.items():
             if ratio not in allowed:
                 raise refusal
-    return list(dict.fromkeys(configs))
+    return list({tuple(config.settings().items()): config for config in configs}.values())
 
 
 def parse_settings(text: str) -> dict[str, Any]:
-    """The settings in a text such as "window=16,proportional,ratio=0.7", as arguments of `ToMeConfig`.
+    """The settings in a text such as "method=tomesd,merge_mlp,ratio=0.3", as arguments of `ToMeConfig`.
 
     A name without a value is True; "none" is None. Values are checked when a config is made of them.
 

@@ -306,7 +306,6 @@ def limits_of(manifest: Manifest, options: argparse.Namespace) -> Limits:
             sizes=sizes,
             ratios=manifest.ratios,
             image_to_image=manifest.image_to_image,
-            has_merge_maps=manifest.merge_map,
             prompt_characters=options.max_prompt,
             images=options.max_images,
             steps=options.max_steps,

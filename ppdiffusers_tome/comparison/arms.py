@@ -2,9 +2,9 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import mean, median
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import paddle
@@ -13,16 +13,18 @@ from ppdiffusers import DiffusionPipeline
 
 from ..config import ToMeConfig
 from ..errors import ToMeConfigError
-from ..run.manifest import Size
+from ..run.manifest import ExportedMerging, Size
 from ..run.models import ExportedUNet
 from ..summary import ToMeSummary
 from ..wording import merging_in_words
 from .clock import NO_DIFFERENCE, gain, now, order_of_round
+from .fonts import Font
 from .peak_memory import peak_bytes, restart_peak
 from .sheets import make_sheet
 from .similarity import psnr, ssim
 
 PLAIN = "plain"
+Merging: TypeAlias = ToMeConfig | ExportedMerging
 ROUNDS = 5  # steps of each arm that are timed
 MIN_SIDE = 16  # px, of an image: SSIM needs windows of 11 px
 
@@ -67,7 +69,7 @@ class Figures:
     """What was measured of one arm. What compares with plain is None for plain itself."""
 
     arm: str  # its name
-    config: ToMeConfig | None  # None for plain
+    config: Merging | None  # None for plain
     rounds: list[float]  # seconds of each timed step
     step_seconds: float  # their median
     gain: float | None  # plain's median divided by this one; None also if the rounds show no difference
@@ -81,6 +83,10 @@ class Figures:
     keys: int | None
     macs_saved: float | None  # a share; None also if they cannot be counted
 
+    def content(self) -> dict[str, Any]:
+        """All of it, ready for JSON; a config is its settings."""
+        return {**asdict(replace(self, config=None)), "config": self.config and self.config.settings()}
+
     @property
     def summary(self) -> str:
         """Name and distance from plain in a line."""
@@ -92,7 +98,7 @@ class Figures:
 class ComparedArm:
     """Images and times of one way to generate; without a config the plain one."""
 
-    config: ToMeConfig | None
+    config: Merging | None
     summary: ToMeSummary
     images: list[Image.Image] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
@@ -106,7 +112,7 @@ class ComparedArm:
     def switch_on(self, pipe: DiffusionPipeline) -> None:
         """Let the pipeline merge as this arm does."""
         if _is_exported(pipe):
-            pipe.unet.ratio = self.config.ratio if self.config else 0.0
+            pipe.unet.ratio = self.config.effective_ratio if self.config else 0.0
         elif self.config is None:
             pipe.remove_tome()
         else:
@@ -141,7 +147,7 @@ class ComparedArm:
 def compare(
     pipe: DiffusionPipeline,
     scene: Scene,
-    configs: Sequence[ToMeConfig],
+    configs: Sequence[Merging],
     rounds: int = ROUNDS,
     report: Callable[[str], None] = lambda line: None,
     after_step: Callable[[int, int], None] = lambda done, total: None,
@@ -190,7 +196,7 @@ def _images(pipe: DiffusionPipeline, scene: Scene, after_step: Callable[[int, in
     return [image for prompt in scene.prompts for image in scene.generate(pipe, prompt, callback_on_step_end=end_step)]
 
 
-def summary_at(pipe: DiffusionPipeline, config: ToMeConfig | None, size: Size) -> ToMeSummary:
+def summary_at(pipe: DiffusionPipeline, config: Merging | None, size: Size) -> ToMeSummary:
     """What merges with a config in images of a size; without one, in which blocks something could."""
     if _is_exported(pipe):
         return pipe.tome_summary()
@@ -295,12 +301,15 @@ def _gain(row: Figures) -> str:
     return NO_DIFFERENCE if row.gain is None else f"{row.gain:.2f}×"
 
 
-def draw_sheet(arms: Sequence[ComparedArm], scene: Scene) -> Image.Image:
+def draw_sheet(arms: Sequence[ComparedArm], scene: Scene, font: Font) -> Image.Image:
     """A row for each arm, and a column with the first image of each prompt; above them the image that they start from.
 
     That is the input of a ControlNet or of image-to-image.
+
+    Args:
+        font: of the prompts, from `fonts.font_for`.
     """
     rows = [(f"{arm.name}\n{median(arm.step_seconds):.4g} s/step", arm.images[:: scene.batch]) for arm in arms]
     if (image := scene.inputs.get("image")) is not None:
         rows.insert(0, ("input", [image] * len(scene.prompts)))
-    return make_sheet(rows, scene.prompts, max(scene.size))
+    return make_sheet(rows, scene.prompts, max(scene.size), font)

@@ -13,7 +13,7 @@ from ..run.manifest import Size
 from .arms import Figures, summary_at
 
 # The settings that no other beats in both time and distance from plain: benchmarks/alternatives.md.
-KNOWN = tuple(ToMeConfig(ratio, "interlace") for ratio in (0.25, 0.5, 0.625, 0.75, 0.875, 0.9375))
+KNOWN = tuple(ToMeConfig(ratio) for ratio in (0.25, 0.5, 0.625, 0.75, 0.875, 0.9375))
 
 
 def known_settings(methods: Sequence[str]) -> list[ToMeConfig]:

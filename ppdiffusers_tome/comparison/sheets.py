@@ -35,7 +35,9 @@ def _wrapped(text: str, font: Font, size: int) -> list[str]:
     return textwrap.wrap(text, max(size // width, 4 if width > 7 else 8))
 
 
-def make_sheet(rows: Sequence[tuple[str, Sequence[Image.Image]]], titles: Sequence[str], size: int) -> Image.Image:
+def make_sheet(
+    rows: Sequence[tuple[str, Sequence[Image.Image]]], titles: Sequence[str], size: int, font: Font | None = None
+) -> Image.Image:
     """Draw a grid of images at the lower right of a sheet, each with 4 px of space to its right and below it.
 
     Args:
@@ -43,8 +45,9 @@ def make_sheet(rows: Sequence[tuple[str, Sequence[Image.Image]]], titles: Sequen
         titles: texts above the columns, such as prompts; wrapped to the width of a column. What no installed font
             has is written as escapes, such as \\u7ea2.
         size: px, the width and height of a cell; a larger image is scaled down to it.
+        font: of all texts; None: `font_for` them.
     """
-    font, step = font_for("".join([*titles, *(label for label, _ in rows)])), size + GAP
+    font, step = font or font_for("".join([*titles, *(label for label, _ in rows)])), size + GAP
     heads = ["\n".join(_wrapped(printable(font, title), font, size)) for title in titles]
     widths = [int(font.getlength(line)) for label, _ in rows for line in label.splitlines()]
     left = max(LEFT, 8 + max(widths, default=0))

@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import paddle
 from paddle import nn
@@ -16,11 +16,12 @@ from ..errors import ParameterError, ToMeConfigError, ToMeExportError
 from ..families.grids import latent_grid
 from ..families.models import vae_factor
 from ..replacement import check_replaceable, restore
-from ..run.manifest import FORMATS, MANIFEST, READERS, TEXT_ENCODERS, Configs, Size, ratio_name
+from ..run.manifest import FORMATS, MANIFEST, READERS, TEXT_ENCODERS, Size, ratio_name
 from ..run.models import ExportedUNet
 from .conversion import check_converter
 from .diffusers_layout import DiffusersLayout, check_single, is_layout
 
+Configs: TypeAlias = tuple[ToMeConfig | None, ToMeConfig | None]  # of UNet and ControlNet; None: plain or none
 EXPORT_FORMATS = {"paddle": FORMATS[:1], "onnx": FORMATS[1:], "both": FORMATS}  # argument → formats of the programs
 NEEDED = ("unet", "vae", "scheduler", *TEXT_ENCODERS, "tokenizer", "tokenizer_2", "controlnet")  # components
 STEP = 8  # px: ppdiffusers' pipelines reject a height or width that is not a multiple of it, whatever the VAE
@@ -146,10 +147,11 @@ def _check_output(folder: Path, overwrite: bool, format: str) -> None:
 def _check_configs(configs: dict[float, Configs]) -> None:
     """Raise unless the merging of these configs can be part of programs."""
     for unet, controlnet in configs.values():
-        if not (unet and unet.ratio) and controlnet is not None and controlnet.ratio:
+        if not (unet and unet.effective_ratio) and controlnet is not None and controlnet.effective_ratio:
             raise ToMeConfigError(
-                f"only the ControlNet merges, at ratio {ratio_name(controlnet.ratio)}, but a program is known by the "
-                "UNet's ratio, and 0 is plain: merge in the UNet too, or call remove_tome() of the ControlNet."
+                f"only the ControlNet merges, at ratio {ratio_name(controlnet.effective_ratio)}, but a program is "
+                "known by the UNet's ratio, and 0 is plain: merge in the UNet too, or call remove_tome() of the "
+                "ControlNet."
             )
     ratios: dict[str, float] = {}
     for ratio in configs:
@@ -157,18 +159,6 @@ def _check_configs(configs: dict[float, Configs]) -> None:
             raise ToMeConfigError(
                 f"ratios {other!r} and {ratio!r} are the same to six digits, by which programs are named: pass one."
             )
-
-
-def check_merge_map(pipe: DiffusionPipeline, configs: dict[float, Configs]) -> None:
-    """Raise ToMeConfigError unless there are merge maps for a pipeline and these configs."""
-    if is_xl(pipe) or controlnet_of(pipe) is not None:
-        raise ParameterError(
-            "merge_map",
-            True,
-            f"{type(pipe).__name__} has no such program, only Stable Diffusion without a ControlNet. Leave it out.",
-        )
-    if not any(configs):
-        raise ParameterError("merge_map", True, "without a ratio above 0 nothing merges. Leave it out.")
 
 
 def _check_components(pipe: DiffusionPipeline) -> None:
@@ -208,7 +198,7 @@ def _applied_configs(pipe: DiffusionPipeline) -> dict[float, Configs]:
     """The configs of UNet and ControlNet that are applied to a pipeline now, by the UNet's ratio."""
     config = config_of(pipe.unet)
     controlnet = config_of(pipe.controlnet) if "controlnet" in pipe.config else None
-    return {config.ratio if config else 0.0: (config, controlnet)}
+    return {config.effective_ratio if config else 0.0: (config, controlnet)}
 
 
 def _requested_configs(configs: Sequence[ToMeConfig], controlnet: Any) -> dict[float, Configs]:
@@ -218,7 +208,8 @@ def _requested_configs(configs: Sequence[ToMeConfig], controlnet: Any) -> dict[f
     by_ratio: dict[float, Configs] = {}
     for config in configs:
         pair = config, controlnet_config(config, controlnet)
-        by_ratio[config.ratio + 0.0] = pair if config.ratio else (None, None)  # plus 0.0, because -0.0 is 0
+        ratio = config.effective_ratio + 0.0  # because -0.0 is 0
+        by_ratio[ratio] = pair if ratio else (None, None)
     if not any(by_ratio) and not isinstance(controlnet, bool) and controlnet:
         rule = "the UNet does not merge at any of the ratios, and ratio 0 is plain in the ControlNet too."
         raise ParameterError("controlnet", controlnet, rule)

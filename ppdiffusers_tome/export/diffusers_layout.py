@@ -21,7 +21,7 @@ from ..config import ToMeConfig
 from ..errors import ParameterError, ToMeExportError
 from ..families.models import vae_factor
 from ..run.defaults import ModelDefaults, read_defaults
-from ..run.manifest import TEXT_ENCODERS, Configs, ProgramFile, Size, ratio_name
+from ..run.manifest import TEXT_ENCODERS, ProgramFile, Size, ratio_name
 from ..run.onnx_weights import external_places, set_places
 from ..run.runtime import load_module
 from ..wording import method_in_words
@@ -128,7 +128,7 @@ def choose_layout(layout: str, format: str | None, runtime: str | None) -> Diffu
 
 def check_single(configs: Sequence[ToMeConfig] | None, sizes: Iterable[tuple[int, int]] | None) -> None:
     """Raise ToMeConfigError if there are several sizes or ratios; the folder has one of each."""
-    ratios = tuple(dict.fromkeys(ratio_name(config.ratio) for config in configs or ()))
+    ratios = tuple(dict.fromkeys(ratio_name(config.effective_ratio) for config in configs or ()))
     different = tuple(dict.fromkeys(str(Size(*size)) for size in sizes or ()))
     for name, values in (("ratios", ratios), ("sizes", different)):
         if len(values) > 1:
@@ -137,15 +137,12 @@ def check_single(configs: Sequence[ToMeConfig] | None, sizes: Iterable[tuple[int
             )
 
 
-def check_loadable(pipe: DiffusionPipeline, merge_map: bool) -> None:
+def check_loadable(pipe: DiffusionPipeline) -> None:
     """Raise unless the loaders know this pipeline and its parts.
 
     Raises:
-        ToMeConfigError: merge_map is set.
         ToMeExportError: they do not know the pipeline, a text encoder or the scheduler.
     """
-    if merge_map:
-        raise ParameterError("merge_map", True, "no loader of the layout 'diffusers' reads it. Leave it out.")
     class_name = type(pipe).__name__
     if class_name not in CLASSES:
         raise ToMeExportError(
@@ -178,7 +175,7 @@ def write_layout(
     layout: DiffusersLayout,
     export: Path,
     written: Iterable[ProgramFile],
-    merging: Mapping[float, Configs],
+    config: ToMeConfig | None,
     pipe: DiffusionPipeline,
     folder: Path,
 ) -> None:
@@ -187,7 +184,7 @@ def write_layout(
     Args:
         export: the folder of the export.
         written: its programs, each as ONNX; one UNet.
-        merging: the configs of the export by ratio; one.
+        config: how its UNet merges; None: not at all.
         pipe: the pipeline that was exported.
         folder: an existing folder on the same file system.
 
@@ -215,7 +212,6 @@ def write_layout(
     _write_json(path, without_foreign(json.loads(path.read_text(encoding="utf-8"))))
     if layout.format == "openvino":
         _convert_tokenizers(folder)
-    config, _ = merging[ratio]
     method = method_in_words(config) if config else "plain"
     about = {"version": __version__, "size": str(size), "ratio": ratio, "method": method}
     _write_json(folder / "model_index.json", _model_index(pipe) | {MARK: about})

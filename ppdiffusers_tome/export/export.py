@@ -16,7 +16,6 @@ from ppdiffusers import DiffusionPipeline
 
 from .._version import __version__
 from ..attach.attach import attach, detach
-from ..attach.passes import gpu_form
 from ..config import ToMeConfig
 from ..families.models import text_tokens, vae_factor
 from ..replacement import replacing
@@ -27,7 +26,6 @@ from ..run.manifest import (
     CONTROLNET_CONFIG,
     COPIED,
     READERS,
-    Configs,
     Manifest,
     ProgramFile,
     Size,
@@ -39,8 +37,8 @@ from ..run.paddle_runtime import PaddleRuntime
 from . import programs
 from .arguments import (
     EXPORT_FORMATS,
+    Configs,
     check_arguments,
-    check_merge_map,
     check_pipeline,
     controlnet_of,
     default_format,
@@ -65,13 +63,11 @@ def export_pipeline(
     sizes: Iterable[tuple[int, int]] | int | None = None,
     *,
     image_to_image: bool = False,
-    merge_map: bool = False,
     controlnet: bool | float = True,
     format: str | None = None,
     layout: str = "ppdiffusers",
     runtime: str | None = None,
     overwrite: bool = False,
-    for_gpu: bool = False,
     progress: bool = True,
     **settings: Any,
 ) -> Manifest:
@@ -93,8 +89,6 @@ def export_pipeline(
         sizes: (height, width) in pixels, a UNet program for each; one number for a square. None: the UNet's default
             size.
         image_to_image: also write the VAE's encoder, for image-to-image and inpainting.
-        merge_map: also write a small program for each size and ratio that returns which tokens the UNet's first block
-            merges; for Stable Diffusion without a ControlNet.
         controlnet: whether, or at what ratio, a ControlNet merges; as in `apply_tome`.
         format: "onnx" for ONNX Runtime and OpenVINO, "paddle" for Paddle Inference, or "both". ppdiffusers' own
             classes only read Paddle programs. With layout="diffusers": "onnx", or "openvino" for OpenVINO GenAI. None:
@@ -104,10 +98,9 @@ def export_pipeline(
         runtime: with layout="diffusers", which runtime the ONNX models suit: "openvino" (the default; ONNX Runtime
             runs them too) or "onnxruntime" (faster there; OpenVINO cannot load them).
         overwrite: replace an earlier export in folder, once the new one is complete.
-        for_gpu: merge by operations that are fast on a GPU and slow on a CPU.
         progress: print a line to stderr before each program is written, which takes seconds to minutes.
-        settings: as in `apply_tome`: method, max_downsample, sx, sy, use_rand, seed, window, proportional,
-            merge_attn, merge_crossattn, merge_mlp, min_tokens.
+        settings: as in `apply_tome`: method, max_downsample, sx, sy, use_rand, seed, merge_attn, merge_crossattn,
+            merge_mlp, min_tokens.
 
     Returns:
         The manifest that was written to `tome.json`. With layout="diffusers" it describes the programs that the folder
@@ -130,12 +123,10 @@ def export_pipeline(
         make_configs(ratios, settings),
         list_sizes(sizes),
         image_to_image=image_to_image,
-        merge_map=merge_map,
         controlnet=controlnet,
         format=(format or default_format()) if diffusers_layout is None else "onnx",
         layout=diffusers_layout,
         overwrite=overwrite,
-        for_gpu=for_gpu,
         progress=progress,
     )
 
@@ -147,12 +138,10 @@ def write_export(
     sizes: Collection[tuple[int, int]] | None,
     *,
     image_to_image: bool = False,
-    merge_map: bool = False,
     controlnet: bool | float = True,
     format: str,
     layout: DiffusersLayout | None = None,
     overwrite: bool = False,
-    for_gpu: bool = False,
     progress: bool = True,
 ) -> Manifest:
     """`export_pipeline` for configs in place of ratios and settings.
@@ -164,14 +153,12 @@ def write_export(
     check_arguments(folder, configs, sizes, controlnet=controlnet, overwrite=overwrite, format=format, layout=layout)
     check_pipeline(pipe)
     if layout is not None:
-        check_loadable(pipe, merge_map)
+        check_loadable(pipe)
     merging = merging_of(pipe, configs, controlnet)
-    if merge_map:
-        check_merge_map(pipe, merging)
     sizes = sizes_of(pipe, sizes)
     image_to_image = image_to_image or READERS[type(pipe).__name__][0] is None
-    planned = list_programs(sizes, merging, text_encoders(pipe), image_to_image, merge_map)
-    with replacing(folder, overwrite) as partial, Converter() as converter, gpu_form(for_gpu):
+    planned = list_programs(sizes, merging, text_encoders(pipe), image_to_image)
+    with replacing(folder, overwrite) as partial, Converter() as converter:
         export = partial if layout is None else partial / "export"
         states = layout is not None
         writer = _Writer(pipe, merging, sizes[0], export, EXPORT_FORMATS[format], converter, states)
@@ -186,13 +173,12 @@ def write_export(
             image_to_image=image_to_image,
             programs=tuple(writer.written),
             files=_list_files(export) if layout is None else {},
-            merge_map=merge_map,
-            for_gpu=for_gpu,
         )
         if layout is None:
             manifest.save(partial)
         else:
-            write_layout(layout, export, manifest.programs, merging, pipe, partial)
+            config, _ = merging[manifest.ratios[0]]
+            write_layout(layout, export, manifest.programs, config, pipe, partial)
             shutil.rmtree(export)
     return manifest
 
@@ -207,13 +193,17 @@ def _describe_pipeline(pipe: DiffusionPipeline, merging: Mapping[float, Configs]
         "ratios": tuple(merging),
         "residuals": 0 if controlnet is None else count_residuals(controlnet),
         "vae_factor": vae_factor(pipe),
-        "merging": {ratio_name(ratio): pair for ratio, pair in merging.items()},
+        "merging": {ratio_name(ratio): (_settings(unet), _settings(net)) for ratio, (unet, net) in merging.items()},
         "versions": {
             "ppdiffusers_tome": __version__,
             "paddle": paddle.__version__,
             "ppdiffusers": ppdiffusers.__version__,
         },
     }
+
+
+def _settings(config: ToMeConfig | None) -> dict[str, Any] | None:
+    return None if config is None else config.settings()
 
 
 class _Writer:
@@ -283,9 +273,8 @@ def _traceable(
     if planned.ratio is None:
         return programs.text_encoder(getattr(pipe, model), is_xl(pipe), all_states)
     controlnet = controlnet_of(pipe)
-    is_map = model == "merge_map"
     time_ids = 5 if pipe.config.get("requires_aesthetics_score") else 6  # of SDXL, which then has no target size
-    traceable = programs.merge_map(pipe.unet) if is_map else programs.denoiser(pipe.unet, controlnet, time_ids)
+    traceable = programs.denoiser(pipe.unet, controlnet, time_ids)
     config, controlnet_config = merging[planned.ratio]
     detach(traceable.layer)  # the wraps of the originals, which were copied too
     if config is not None:

@@ -14,11 +14,8 @@ import paddle
 from paddle import nn
 from paddle.static import InputSpec
 
-from ..attach.passes import current_plan
-from ..errors import ToMeExportError
 from ..families.kernels import use_ordinary_attention
 from ..families.models import find_blocks
-from ..methods.plan import MergePlan
 
 # Random inputs for the comparison with eager. They have the scale of real inputs, because rounding depends on it.
 Sample = Callable[[np.random.RandomState, tuple[int, ...]], np.ndarray]
@@ -142,34 +139,6 @@ class Denoiser(nn.Layer):
         return self.unet(sample, timestep, return_dict=False, **arguments, **residuals)[0]
 
 
-class MergeMap(nn.Layer):
-    """The first block of a UNet: the group of each token, [B, N] int64, equal for tokens that merge.
-
-    The whole UNet runs, on a text of zeros, which the first block's plan does not depend on. The program has only what
-    the plan is computed from, because Paddle saves what leads to the outputs and nothing else.
-    """
-
-    def __init__(self, unet: nn.Layer) -> None:
-        super().__init__()
-        self.unet = unet
-        self._plans: list[MergePlan | None] = []  # of the blocks, in the order in which they run
-        for block in find_blocks(unet):
-            block.block.norm1.register_forward_pre_hook(self._record_plan)  # it runs inside the block
-
-    def _record_plan(self, layer: nn.Layer, inputs: Any) -> None:
-        self._plans.append(current_plan())
-
-    @paddle.jit.not_to_static
-    def forward(self, sample: paddle.Tensor, timestep: paddle.Tensor) -> paddle.Tensor:
-        self._plans.clear()
-        text = paddle.zeros_like(sample[:, :1, 0, :1]).expand([-1, -1, self.unet.config.cross_attention_dim])
-        self.unet(sample, timestep, encoder_hidden_states=text)
-        plan = self._plans[0]
-        if plan is None:
-            raise ToMeExportError("the first block does not merge, so there is no merge map: leave it out")
-        return plan.source_rows.reshape([-1, plan.tokens])
-
-
 def unet_inputs(unet: nn.Layer, time_ids: int = 6) -> tuple[Input, ...]:
     """The inputs of the UNet of Stable Diffusion or SDXL, without those for a ControlNet.
 
@@ -205,14 +174,6 @@ def denoiser(unet: nn.Layer, controlnet: nn.Layer | None, time_ids: int = 6) -> 
         for transformer in {block.transformer for block in find_blocks(model)}:
             transformer.register_forward_post_hook(_restore_shape)
     return Traceable(layer, inputs)
-
-
-def merge_map(unet: nn.Layer) -> Traceable:
-    """Which tokens the first block of a UNet of Stable Diffusion merges. The UNet, with its wraps, is copied.
-
-    The program is small, because it has only what leads to the plan, and reads no text.
-    """
-    return Traceable(MergeMap(_working_copy(unet)), unet_inputs(unet)[:2])
 
 
 def _restore_shape(transformer: nn.Layer, inputs: tuple[paddle.Tensor, ...], output: Any) -> Any:

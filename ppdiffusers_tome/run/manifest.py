@@ -1,19 +1,19 @@
 """`tome.json`: the contents of an exported folder, their versions, and how closely programs match the model."""
 
+import dataclasses
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import InitVar, asdict, field
 from numbers import Real
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
-from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AllowInfNan, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from ..config import ToMeConfig, upgraded
+from ..config import ToMeConfig
 from ..errors import ParameterError, ToMeConfigError, ToMeExportError
-from ..methods import METHODS
 from ..replacement import earlier_folder
 from ..wording import method_in_words
 from .folder import ONNX_WEIGHTS, ExportedFolder, FileFacts
@@ -67,13 +67,46 @@ def parse_size(text: str) -> Size:
     return Size(int(sides[2] or sides[1]), int(sides[1]))
 
 
-def _config(settings: Any) -> Any:
-    """The config of an object in the file; anything else as it is. Its errors are those of `ToMeConfig`."""
-    return ToMeConfig(**upgraded(settings)) if isinstance(settings, dict) else settings
+Settings: TypeAlias = dict[str, Any]  # by name, as the file has them: an earlier release may have had others
+USUAL = {setting.name: setting.default for setting in dataclasses.fields(ToMeConfig)}
 
 
-Config: TypeAlias = Annotated[ToMeConfig | None, BeforeValidator(_config)]
-Configs: TypeAlias = tuple[Config, Config]  # of UNet and ControlNet; None: plain or none
+@dataclasses.dataclass(frozen=True)
+class ExportedMerging:
+    """How exported programs merge, from the settings in `tome.json`.
+
+    They are never made into a `ToMeConfig`: the programs are complete, and run although this release has no such
+    method or setting.
+    """
+
+    own: Mapping[str, Any]
+
+    @property
+    def method(self) -> str:
+        """The name of the method; releases before 3.0 had none."""
+        return str(self.own.get("method", "merging of 2.x"))
+
+    @property
+    def effective_ratio(self) -> float:
+        """The ratio at which they were exported."""
+        return float(self.own["ratio"])
+
+    def settings(self) -> dict[str, Any]:
+        """All settings, ready for JSON."""
+        return {**self.own}
+
+    def changed_settings(self) -> dict[str, Any]:
+        """The ratio and the settings that differ from their defaults; of those that are no more, what is on."""
+        off = (None, False)
+        return {
+            name: value
+            for name, value in self.own.items()
+            if name == "ratio" or (value != USUAL[name] if name in USUAL else value not in off)
+        }
+
+    def describe(self) -> str:
+        """`changed_settings` as "name=value, …"."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.changed_settings().items())
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -140,28 +173,34 @@ class Manifest:
     # Of the ControlNet fused with the UNet, including the mid block's; 0: no ControlNet.
     residuals: Annotated[int, Field(ge=0)]
     vae_factor: Side  # image pixels per latent pixel, along each side
-    merging: dict[str, Configs]  # by ratio
+    # The settings of UNet and ControlNet by ratio; None: plain, or no ControlNet.
+    merging: dict[str, tuple[Settings | None, Settings | None]]
     versions: dict[str, str]
     programs: tuple[ProgramFile, ...]
     files: dict[InnerPath, FileFacts]  # of tome.json; empty where the programs became a folder of another layout
-    merge_map: bool = False  # whether there is a program for each size and ratio that returns which tokens merge
-    for_gpu: bool = False  # whether merging is by operations that suit a GPU
-    schedule: InitVar[Any] = None  # 2.x wrote null, or the ratio schedule of the export
+    # Fields of earlier releases
+    schedule: InitVar[Any] = None  # null, or the ratio schedule of the export
+    for_gpu: InitVar[bool] = False  # another form of the same merging
+    merge_map: InitVar[bool] = False  # whether there are programs that return which tokens merge
 
-    def __post_init__(self, schedule: Any) -> None:
+    def __post_init__(self, schedule: Any, for_gpu: bool, merge_map: bool) -> None:
         if schedule is not None:
             raise ValueError(f"it has the ratio schedule {schedule!r:.60}, and there are none since release 3.0")
         if (version := self.versions.get("ppdiffusers_tome", "")).startswith("0."):
             raise ValueError(f"it is of release {version}, and exports before 1.0 are not read any more")
+        if merge_map:
+            others = tuple(file for file in self.programs if file.model != "merge_map")
+            object.__setattr__(self, "programs", others)
         encoders = [name for name in TEXT_ENCODERS if self.programs_of(name)]
         last = "text_encoder_2" if "XL" in self.pipeline else "text_encoder"  # SDXL's refiner has no other
-        expected = list_programs(self.sizes, self.ratios, encoders, self.image_to_image, self.merge_map).values()
+        expected = list_programs(self.sizes, self.ratios, encoders, self.image_to_image).values()
         paths = {path for file in self.programs for path in file.paths}
         is_consistent = {
             "pipeline": self.pipeline in READERS,
             "residuals": ("ControlNet" in self.pipeline) == self.controlnet,
             "vae_factor": not any(side % self.vae_factor for size in self.sizes for side in size),
-            "merging": list(self.merging) == [ratio_name(ratio) for ratio in self.ratios],
+            "merging": list(self.merging) == [ratio_name(ratio) for ratio in self.ratios]
+            and all(is_ratio(one.get("ratio")) for pair in self.merging.values() for one in pair if one is not None),
             "programs": [file.place for file in self.programs] == [file.place for file in expected]
             and encoders[-1:] == [last],
             "formats": all(file.formats == self.formats for file in self.programs) and bool(self.formats),
@@ -176,12 +215,6 @@ class Manifest:
         return find_ratio(ratio, self.ratios)
 
     @property
-    def suits_gpu(self) -> bool:
-        """Whether an export for GPUs would not be faster on a GPU than this one."""
-        configs = [config for pair in self.merging.values() for config in pair if config is not None]
-        return self.for_gpu or not any(METHODS[config.method].differs_on_gpu(config) for config in configs)
-
-    @property
     def controlnet(self) -> bool:
         """Whether a ControlNet is fused with the UNet."""
         return self.residuals > 0
@@ -194,8 +227,9 @@ class Manifest:
     @property
     def methods(self) -> dict[float, str]:
         """How the UNet's tokens merge, in words, by ratio; "" at ratio 0."""
-        configs = (unet for unet, _ in self.merging.values())
-        return {r: method_in_words(config) if config else "" for r, config in zip(self.ratios, configs, strict=True)}
+        merging = [self.merging[ratio_name(ratio)][0] for ratio in self.ratios]
+        words = ["" if settings is None else method_in_words(ExportedMerging(settings)) for settings in merging]
+        return dict(zip(self.ratios, words, strict=True))
 
     def programs_of(self, model: str) -> list[ProgramFile]:
         """The programs of one model, the default first."""
@@ -223,7 +257,6 @@ def list_programs(
     ratios: Collection[float],
     encoders: Iterable[str],
     image_to_image: bool,
-    merge_map: bool = False,
 ) -> dict[str, ProgramFile]:
     """The programs of an export, in order, without their files; the keys are the folders to write them to.
 
@@ -235,8 +268,7 @@ def list_programs(
     """
     models = [*encoders, "vae_decoder", *(["vae_encoder"] if image_to_image else [])]
     unets = [ProgramFile("unet", size=size, ratio=ratio) for size in sizes for ratio in ratios]
-    maps = [ProgramFile("merge_map", size=file.size, ratio=file.ratio) for file in unets if merge_map and file.ratio]
-    first, *others = [*unets, *map(ProgramFile, models), *maps]
+    first, *others = [*unets, *map(ProgramFile, models)]
     return {first.model: first} | {file.name: file for file in others}
 
 
@@ -250,15 +282,19 @@ def is_refiner(manifest: Manifest) -> bool:
     return "XL" in manifest.pipeline and not manifest.programs_of("text_encoder")
 
 
+def is_ratio(ratio: Any) -> bool:
+    """Whether a value is a number, as a ratio is."""
+    return isinstance(ratio, Real) and not isinstance(ratio, bool)
+
+
 def find_ratio(ratio: Any, ratios: Collection[float]) -> float:
     """The exported ratio that is the same as `ratio`.
 
     Raises:
         ToMeConfigError: there is none; the message lists the exported ones.
     """
-    is_number = isinstance(ratio, Real) and not isinstance(ratio, bool)
     for exported in ratios:
-        if is_number and ratio_name(exported) == ratio_name(ratio):
+        if is_ratio(ratio) and ratio_name(exported) == ratio_name(ratio):
             return exported
     listed = ", ".join(map(ratio_name, ratios))
     raise ToMeConfigError(f"ratio={ratio!r} was not exported, only {listed}. Export again with this ratio in --ratio.")

@@ -6,7 +6,6 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import paddle
 from paddlenlp.transformers.clip.modeling import CLIPTextModelOutput
 from paddlenlp.transformers.model_outputs import BaseModelOutputWithPooling
@@ -18,7 +17,7 @@ from ppdiffusers.transformers import CLIPTextModel
 
 from ..errors import ToMeConfigError
 from ..wording import method_in_words
-from .manifest import Manifest, ProgramFile, Size, ratio_name
+from .manifest import ExportedMerging, Manifest, ProgramFile, Size, ratio_name
 from .runtime import Load, Program, return_memory
 from .stand_in import StandIn
 
@@ -157,13 +156,9 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
     ) -> None:
         super().__init__(config, manifest, load, "unet", max_programs)
         self.ratio = ratio
-        self._map_programs: dict[ProgramFile, Program] = {}  # not counted in max_programs, because they are small
         # SDXL's pipelines read the width of this layer.
         width = SimpleNamespace(in_features=config.get("projection_class_embeddings_input_dim"))
         self.add_embedding = SimpleNamespace(linear_1=width)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_map_programs": {}}
 
     @property
     def manifest(self) -> Manifest:
@@ -189,27 +184,6 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
                 # It has not run, so it is the next to be unloaded.
                 self._loaded = {file: self._load_program(file), **self._loaded}
 
-    def merge_map(self, sample: paddle.Tensor, timestep: paddle.Tensor) -> np.ndarray:
-        """Which tokens the UNet's first block merges at the ratio: the group of each token, [h, w] int.
-
-        Args:
-            sample: [1, C, h, w], the scaled input of the step with this timestep.
-
-        Raises:
-            ToMeConfigError: it was not exported, or the ratio merges nothing.
-        """
-        size = self._size(sample)
-        file = self._manifest.programs_by_size("merge_map", self._ratio).get(size)
-        if file is None:
-            raise ToMeConfigError(f"size={size}, ratio={self._ratio} has no merge map: export with --merge-map.")
-        with self._loading:
-            if file not in self._map_programs:
-                self._map_programs[file] = self._load(file)
-        (groups,) = self._map_programs[file](sample=sample, timestep=timestep.reshape([1]).cast("float32"))
-        height, width = sample.shape[2:]
-        level = round((height * width / groups.shape[1]) ** 0.5)
-        return groups.numpy().reshape(-(-height // level), -(-width // level))
-
     def exported_merging(self) -> tuple[str, ...]:
         """What was exported, for `tome_summary`: a line with sizes and the current ratio, then one for each ratio."""
         manifest = self._manifest
@@ -217,9 +191,11 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
         lines = [f"exported for {sizes} (width x height), at ratio {ratio_name(self._ratio)} now (pipe.unet.ratio)"]
         for exported, method in manifest.methods.items():
             lines.append(f"ratio {ratio_name(exported)}: {method or 'plain'}")
-            controlnet = manifest.merging[ratio_name(exported)][1]
-            if manifest.controlnet and controlnet is not None:
-                lines[-1] += f"; ControlNet at ratio {ratio_name(controlnet.ratio)}: {method_in_words(controlnet)}"
+            settings = manifest.merging[ratio_name(exported)][1]
+            if manifest.controlnet and settings is not None:
+                controlnet = ExportedMerging(settings)
+                name = ratio_name(controlnet.effective_ratio)
+                lines[-1] += f"; ControlNet at ratio {name}: {method_in_words(controlnet)}"
         return tuple(lines)
 
     @property

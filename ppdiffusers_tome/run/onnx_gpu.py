@@ -1,8 +1,8 @@
 """Change ONNX programs for GPUs: fused attention, and float16 on request.
 
-The kernels of fused attention need heads of one width, a multiple of 8. In a program that was exported for CPUs the
-heads of queries and keys have one more channel, for the sizes of merged tokens. ONNX Runtime then computes attention
-step by step: the results are the same, but it is half as fast, and at 1024 px in four times the memory.
+The kernels of fused attention need heads of one width, a multiple of 8. In programs that builds before 3.0 exported
+with other methods, the heads of queries and keys may have one more channel, for the sizes of merged tokens. ONNX
+Runtime then computes attention step by step: the results are the same, at half the speed.
 """
 
 import copy

@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import json
-import logging
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -18,10 +17,9 @@ from .models import ExportedControlNet, ExportedTextEncoder, ExportedUNet, Expor
 from .onnx_runtime import OnnxRuntime
 from .openvino_runtime import OpenVinoRuntime
 from .paddle_runtime import PaddleRuntime
-from .runtime import Load, Runtime, is_gpu
+from .runtime import Load, Runtime
 from .stand_in import NoImageEncoder, refuse_loading
 
-logger = logging.getLogger(__name__)
 RUNTIMES: dict[str, type[Runtime]] = {"paddle": PaddleRuntime, "onnxruntime": OnnxRuntime, "openvino": OpenVinoRuntime}
 
 
@@ -74,10 +72,6 @@ def load_pipeline(
     name = runtime or default_runtime(manifest, settings.get("device", Runtime.device))
     check_format(folder, manifest, name)
     chosen = choose_runtime(name, **settings)
-    if is_gpu(chosen.device) and not manifest.suits_gpu:
-        logger.warning(
-            "%s was exported for CPUs, so it merges slowly on a GPU: export it again with --for-gpu", folder
-        )
     load = partial(chosen.load, exported)
     cls = cls or getattr(ppdiffusers, manifest.pipeline)
     try:

@@ -9,11 +9,9 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Annotated, Any, TypeAlias
 
-import numpy as np
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
-from numpy.typing import NDArray
 from pydantic import ValidationError
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
@@ -24,7 +22,7 @@ from ..run.manifest import Size
 from . import protocol
 from .api_errors import CLIENT_GONE, ApiError, internal_error, responses
 from .app_config import AppConfig
-from .handler import DEFAULT_STRENGTH, EncodedImage, RequestHandler
+from .handler import DEFAULT_STRENGTH, RequestHandler
 from .jobs import Job, JobError
 from .middleware import JsonRoute
 from .queue import ImageQueue
@@ -33,7 +31,7 @@ from .tickets import RequestProgress, UnavailableError
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1  # between two looks at the progress
 REPEAT_SECONDS = 5.0  # an event is repeated after this time, for proxies; after 10 s without one, the page says so
-NAMES = {"images": "n", "ratio": "tome_ratio", "wants_merge_map": "merge_map"}
+NAMES = {"images": "n", "ratio": "tome_ratio"}
 URL_MODELS = ("dall-e-2", "dall-e-3")  # by OpenAI's rule, requests that name them get URLs unless they say otherwise
 EDITS = "/v1/images/edits"
 MAX_PARTS = 50  # files of a form, and as many other fields; real requests have fewer
@@ -74,7 +72,6 @@ class OpenAIService:
             tome_ratios=list(limits.ratios),
             tome_methods=[self.queue.methods.get(ratio, "") for ratio in limits.ratios],
             image_to_image=limits.image_to_image,
-            merge_map=limits.has_merge_maps,
             steps=self.config.steps,
             guidance_scale=self.config.guidance_scale,
             ranges={NAMES.get(name, name): values for name, values in limits.ranges.items()},
@@ -112,7 +109,6 @@ class OpenAIService:
             guidance_scale=values.guidance_scale,
             ratio=values.tome_ratio,
             strength=(values.strength or DEFAULT_STRENGTH) if has_image else None,
-            wants_merge_map=values.merge_map,
         )
 
     def _size(self, name: str) -> Size:
@@ -265,7 +261,7 @@ async def _answer(
         return await _stream(generation, jobs, progress, stream_name)
     usual = "url" if values.model in URL_MODELS else "b64_json"
     image_of = _image_with_url if (values.response_format or usual) == "url" else _image
-    data = [image_of(image.base64, job.seed) for image, job in zip(await generation, jobs, strict=True)]
+    data = [image_of(image, job.seed) for image, job in zip(await generation, jobs, strict=True)]
     return protocol.ImagesResponse(created=int(time.time()), data=data, size=str(jobs[0].size))
 
 
@@ -278,7 +274,7 @@ def _image_with_url(text: str, seed: int) -> protocol.Image:
 
 
 async def _stream(
-    images: Coroutine[None, None, list[EncodedImage]], jobs: Sequence[Job], progress: RequestProgress, name: str
+    images: Coroutine[None, None, list[str]], jobs: Sequence[Job], progress: RequestProgress, name: str
 ) -> StreamingResponse:
     """The response to a request that asks for a stream.
 
@@ -301,7 +297,7 @@ async def _stream(
 
 
 async def _events(
-    pending: "asyncio.Future[list[EncodedImage]]", jobs: Sequence[Job], progress: RequestProgress, name: str
+    pending: "asyncio.Future[list[str]]", jobs: Sequence[Job], progress: RequestProgress, name: str
 ) -> AsyncIterator[str]:
     loop = asyncio.get_running_loop()
     last, sent = None, 0.0
@@ -325,7 +321,7 @@ async def _events(
             for index, (image, job) in enumerate(zip(images, jobs, strict=True)):
                 completed = protocol.CompletedEvent(
                     type=f"{name}.completed",
-                    b64_json=image.base64,
+                    b64_json=image,
                     created_at=int(time.time()),
                     size=str(job.size),
                     seed=job.seed,
@@ -333,19 +329,10 @@ async def _events(
                     seconds=progress.seconds,
                     batch=progress.batch,
                     step_seconds=progress.step_seconds,
-                    merge_map=_merge_map(image.merge_map),
                 )
                 yield _text(completed)
     finally:
         pending.cancel()
-
-
-def _merge_map(groups: NDArray[np.int_] | None) -> protocol.MergeMap | None:
-    """The event's field from an array [h, w]."""
-    if groups is None:
-        return None
-    height, width = groups.shape
-    return protocol.MergeMap(width=width, height=height, groups=groups.ravel().tolist())
 
 
 def _text(event: protocol.ProgressEvent | protocol.CompletedEvent | protocol.ErrorEvent) -> str:

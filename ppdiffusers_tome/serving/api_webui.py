@@ -418,7 +418,7 @@ async def _answer(request: Request, service: WebuiService, values: TextRequest, 
         service.set_options(own)
     images = await service.handler.generate(request, jobs, image, RequestProgress())
     return WebuiResponse(
-        images=[] if values.send_images is False else [image.base64 for image in images],
+        images=[] if values.send_images is False else images,
         parameters=_parameters(values, jobs[0]),
         info=_info(values, jobs, service.queue).model_dump_json(),
     )

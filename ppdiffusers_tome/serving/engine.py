@@ -5,9 +5,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import paddle
-from numpy.typing import NDArray
 from PIL import Image
 from ppdiffusers import StableDiffusionImg2ImgPipeline as FromImage
 from ppdiffusers import StableDiffusionPipeline as FromText
@@ -18,7 +16,7 @@ from ppdiffusers.image_processor import VaeImageProcessor
 from ..errors import ExportChangedError, ToMeConfigError
 from ..run.manifest import Manifest, Size, is_refiner, read_manifest
 from ..run.pipeline import load_pipeline
-from .jobs import AbandonedError, GeneratedImage, GenerationError, Job, JobError
+from .jobs import AbandonedError, GenerationError, Job, JobError
 
 # Schedulers whose steps sample no noise. Others sample it from one generator for the whole batch, so an image would
 # depend on the rest of its batch: with them, jobs run one by one.
@@ -108,7 +106,7 @@ class Engine:
         is_stochastic = str(scheduler.config.get("algorithm_type", "")).startswith("sde")
         return type(scheduler).__name__ in DETERMINISTIC and not is_stochastic
 
-    def generate(self, jobs: Sequence[Job], should_stop: Callable[..., bool] | None = None) -> list[GeneratedImage]:
+    def generate(self, jobs: Sequence[Job], should_stop: Callable[..., bool] | None = None) -> list[Image.Image]:
         """Generate the images of the jobs in one pipeline call.
 
         Args:
@@ -138,31 +136,16 @@ class Engine:
             self._check_steps("second_pass.steps", first.second_pass.scheduled_steps, first.second_pass.strength)
         if should_stop is not None and should_stop():
             raise AbandonedError("stopped before the first step")
-        last_pipe = self._text_to_image if first.is_from_noise else self._image_to_image
-        last_pass = first.second_pass or first
-        has_maps = any(job.wants_merge_map for job in jobs) and last_pass.ratio > 0
-        last_inputs = _LastInputs(last_pipe if has_maps else None)
         finished = count(1)
 
         def after_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            last_inputs.record(pipe, step, tensors["latents"])
             done = next(finished)
             steps = max(first.steps_to_run, pipe.num_timesteps, done)  # some schedulers take more than they are asked
             if should_stop is not None and should_stop(done, steps):
                 raise AbandonedError(f"stopped after step {done}")
             return tensors
 
-        images = self._images(jobs, after_step)
-        return [
-            GeneratedImage(image, self._merge_map(job, index, last_inputs))
-            for index, (job, image) in enumerate(zip(jobs, images, strict=True))
-        ]
-
-    def _merge_map(self, job: Job, index: int, inputs: "_LastInputs") -> NDArray[np.int_] | None:
-        """The merge map of the job at this place of the batch; None if the job has none."""
-        if not job.wants_merge_map or inputs.sample is None:
-            return None
-        return self._text_to_image.unet.merge_map(inputs.sample[index : index + 1], inputs.timestep)
+        return self._images(jobs, after_step)
 
     def _images(self, jobs: Sequence[Job], after_step: Callable[..., Any]) -> list[Image.Image]:
         first = jobs[0]
@@ -221,25 +204,6 @@ class Engine:
         """The scheduler's name in Stable Diffusion's user interfaces, "DDIM" for DDIMScheduler."""
         name = type(self._text_to_image.scheduler).__name__
         return DETERMINISTIC.get(name, name.removesuffix("Scheduler"))
-
-
-class _LastInputs:
-    """The UNet's inputs in the last step of a pipeline; None if it runs a single step.
-
-    Args:
-        pipe: the pipeline; None to record nothing.
-    """
-
-    def __init__(self, pipe: Any) -> None:
-        self._pipe = pipe
-        self.sample: paddle.Tensor | None = None
-        self.timestep: paddle.Tensor | None = None
-
-    def record(self, pipe: Any, step: int, latents: paddle.Tensor) -> None:
-        """Called after each step, of any pipeline. The latents after the last but one are those of the last one."""
-        if pipe is self._pipe and step == pipe.num_timesteps - 2:
-            self.timestep = pipe.scheduler.timesteps[-1]
-            self.sample = pipe.scheduler.scale_model_input(latents, self.timestep)
 
 
 def load_engine(

@@ -6,15 +6,14 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-import numpy as np
 from fastapi import Request
-from numpy.typing import NDArray
+from PIL.Image import Image
 
 from .api_errors import CLIENT_GONE, ApiError
 from .app_config import AppConfig
-from .jobs import MAX_SEED, GeneratedImage, GenerationError, Job, JobError, seed_after
+from .jobs import MAX_SEED, GenerationError, Job, JobError, seed_after
 from .png import encode_png, load_image
 from .queue import ImageQueue
 from .tickets import QueueFullError, RequestProgress, UnavailableError
@@ -22,14 +21,7 @@ from .tickets import QueueFullError, RequestProgress, UnavailableError
 DEFAULT_STRENGTH = 0.75  # of requests from an image, and of a second pass
 
 
-Submission: TypeAlias = "asyncio.Future[list[GeneratedImage]]"
-
-
-class EncodedImage(NamedTuple):
-    """A PNG file in base64, and the merge map of the image, see `GeneratedImage`."""
-
-    base64: str
-    merge_map: NDArray[np.int_] | None
+Submission: TypeAlias = "asyncio.Future[list[Image]]"
 
 
 class RequestHandler:
@@ -75,7 +67,7 @@ class RequestHandler:
 
     async def generate(
         self, request: Request, jobs: list[Job], image: str | bytes | None, progress: RequestProgress
-    ) -> list[EncodedImage]:
+    ) -> list[str]:
         """Generate the images of one request.
 
         Args:
@@ -84,7 +76,7 @@ class RequestHandler:
             progress: see `ImageQueue.submit`.
 
         Returns:
-            The image of each job.
+            The image of each job, a PNG file in base64.
 
         Raises:
             ApiError: 409 interrupted, 422 the image or the number of steps is not allowed, 429 the queue is full, 499
@@ -104,16 +96,15 @@ class RequestHandler:
         encoded = [asyncio.to_thread(self._encode, image, job) for image, job in zip(images, jobs, strict=True)]
         return list(await asyncio.gather(*encoded))
 
-    def _encode(self, generated: GeneratedImage, job: Job) -> EncodedImage:
-        png = encode_png(generated.image, job, self._queue)
-        return EncodedImage(base64.b64encode(png).decode(), generated.merge_map)
+    def _encode(self, image: Image, job: Job) -> str:
+        return base64.b64encode(encode_png(image, job, self._queue)).decode()
 
     def interrupt(self, count: int | None = None) -> None:
         """End the oldest `count` requests, or all, at the pipeline's next step."""
         for submission in self._under_way[:count]:
             submission.cancel()
 
-    async def _while_connected(self, request: Request, submission: Submission) -> list[GeneratedImage]:
+    async def _while_connected(self, request: Request, submission: Submission) -> list[Image]:
         """The images, unless the client disconnects, the time limit passes or the request is interrupted."""
         disconnection = asyncio.ensure_future(_disconnection(request))
         seconds = self._config.request_seconds

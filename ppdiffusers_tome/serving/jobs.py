@@ -5,10 +5,8 @@ The errors survive pickling, because Ray sends them between processes.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from PIL.Image import Image, Resampling
 
 from ..errors import ParameterError, ToMeConfigError, ToMeError
@@ -92,7 +90,6 @@ class Job:
         image: RGB, the image to start from; None for noise. It may be added later, see `ImageQueue.submit`.
         strength: share of the steps that run on the image, 0 < strength <= 1; None without an image.
         second_pass: a second pass that follows; only without an image.
-        wants_merge_map: whether to return which tokens were merged, see `GeneratedImage`.
     """
 
     prompt: str
@@ -106,7 +103,6 @@ class Job:
     image: Image | None = field(default=None, repr=False, hash=False)  # images have no hash
     strength: float | None = None
     second_pass: SecondPass | None = None
-    wants_merge_map: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", self.ratio + 0.0)  # -0.0 is 0.0: equal jobs have equal settings
@@ -159,19 +155,6 @@ class Job:
         return {**texts, **numbers, **size, **strength, **second_pass}
 
 
-class GeneratedImage(NamedTuple):
-    """The result of a job.
-
-    Args:
-        image: RGB.
-        merge_map: the group of each token, [h, w], as they merged at the last step of the last pass; None unless the
-            job asked for it, that pass has two steps or more, and its ratio is above 0.
-    """
-
-    image: Image
-    merge_map: NDArray[np.int_] | None = None
-
-
 @dataclass(frozen=True)
 class Limits:
     """The jobs that a server accepts.
@@ -180,7 +163,6 @@ class Limits:
         sizes: the exported ones, in pixels; the first is the default.
         ratios: the exported ratios; the first is the default.
         image_to_image: whether jobs may start from an image.
-        has_merge_maps: whether jobs may ask for a merge map.
         prompt_characters: length of the longest prompt or negative prompt.
         images: largest number of images in one request.
         steps: largest number of denoising steps.
@@ -195,7 +177,6 @@ class Limits:
     sizes: tuple[Size, ...]
     ratios: tuple[float, ...]
     image_to_image: bool = False
-    has_merge_maps: bool = False
     prompt_characters: int = 2000
     images: int = 4
     steps: int = 100
@@ -239,8 +220,6 @@ class Limits:
             if int(job.steps * job.strength) < 1:
                 message = f"{job.strength} of {job.steps} steps is less than one step: raise one of them"
                 raise JobError("strength", message)
-        if job.wants_merge_map and not self.has_merge_maps:
-            raise JobError("wants_merge_map", "merge maps were not exported: export the model with --merge-map")
         if job.second_pass is not None:
             job = replace(job, second_pass=self._checked_second_pass(job.second_pass))
         return job

@@ -36,8 +36,6 @@ def schema_keywords(limits: Limits) -> dict[str, dict[str, Any]]:
     }
     for name, (low, high) in limits.ranges.items():
         keywords[name] = {"minimum": low, "maximum": high}
-    if not limits.has_merge_maps:
-        keywords["wants_merge_map"] = {"enum": [False]}
     return keywords
 
 
@@ -75,7 +73,6 @@ class ImageFields(Strict):
     strength: float | None = Field(
         None, gt=0, le=1, description="share of the steps that run on the image; 0.75 if absent"
     )
-    merge_map: bool | None = Field(None, description="with `stream`: also answer which tokens merged at the last step")
     stream: bool | None = Field(None, description="answer with server-sent events: progress, then the images")
     user: str | None = Field(None, max_length=500, description="accepted and ignored")
     response_format: Literal["b64_json", "url", ""] | None = Field(
@@ -156,14 +153,6 @@ class ProgressEvent(BaseModel):
     steps: int  # 0: not known yet, or not known here
 
 
-class MergeMap(BaseModel):
-    """Which tokens the first merging block merged at the last step: those of one group are one token there."""
-
-    width: int  # in tokens
-    height: int
-    groups: list[int]  # of each token, row by row
-
-
 class CompletedEvent(BaseModel):
     """One image, with OpenAI's name and fields; from `seed` on they are additions."""
 
@@ -179,7 +168,6 @@ class CompletedEvent(BaseModel):
     seconds: float  # of the pipeline calls that generated the request's images, without waiting
     batch: int  # images in the last of these calls; more than the request's if others shared it
     step_seconds: list[float]  # of each step of the last call, the first with the text encoder; empty if not known
-    merge_map: MergeMap | None = None  # if the request asks for it; none of a single step
 
 
 class ModelResponse(BaseModel):
@@ -191,7 +179,6 @@ class ModelResponse(BaseModel):
     tome_ratios: list[float]
     tome_methods: list[str]  # how tokens merge at each ratio, in words
     image_to_image: bool
-    merge_map: bool  # whether requests may ask for one
     steps: int  # default
     guidance_scale: float  # default
     ranges: dict[str, tuple[float, float]]  # smallest and largest number of each field

@@ -17,7 +17,6 @@ from .jobs import (
     MAX_LOST_ENGINES,
     AbandonedError,
     EngineLostError,
-    GeneratedImage,
     GenerationError,
     Job,
     JobError,
@@ -162,7 +161,7 @@ class ImageQueue:
 
     async def submit(
         self, jobs: Sequence[Job], load_image: Callable[[], Image] | None, progress: RequestProgress
-    ) -> list[GeneratedImage]:
+    ) -> list[Image]:
         """Generate the images of all jobs or of none. Cancelling the call abandons the jobs and frees their places.
 
         Args:
@@ -388,7 +387,7 @@ class ImageQueue:
         if isinstance(error, ExportChangedError):
             self._has_changed = True
 
-    def _deliver(self, call: Call, images: Sequence[GeneratedImage]) -> None:
+    def _deliver(self, call: Call, images: Sequence[Image]) -> None:
         """Record the pace and the duration of a call that has ended, and hand over its images."""
         seconds = call.seconds
         pace = seconds / call.cost
@@ -420,7 +419,7 @@ class ImageQueue:
         with self._changed:
             self._failures = failures
 
-    def _leave(self, future: "Future[GeneratedImage]") -> None:
+    def _leave(self, future: "Future[Image]") -> None:
         """Count the outcome of a job, and free its place if it still waits."""
         outcome = "abandoned" if future.cancelled() else "failed" if future.exception() else "generated"
         self.metrics.images.labels(outcome).inc()

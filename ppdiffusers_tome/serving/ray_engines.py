@@ -18,6 +18,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 # Ray after Paddle 2.6 crashes in inflateReset2, because Paddle exports its own copy of zlib's symbols, unless Python's
 # zlib was loaded before Paddle, as the package's __init__ does.
 import ray
+from PIL.Image import Image
 from ray.exceptions import (
     NodeDiedError,
     ObjectLostError,
@@ -30,7 +31,7 @@ from ray.exceptions import (
 from ..cores import usable_cores
 from ..errors import ToMeError
 from .engine import Engine
-from .jobs import MAX_LOST_ENGINES, AbandonedError, EngineLostError, GeneratedImage, Job
+from .jobs import MAX_LOST_ENGINES, AbandonedError, EngineLostError, Job
 from .offline import ImageBackend, ImageResult, ImageResults, generate_batch
 from .prompt_file import Prompt
 
@@ -94,7 +95,7 @@ class EngineProcess:
         """See `Engine.load_next`."""
         return self._engine.load_next()
 
-    def generate(self, call: int, jobs: Sequence[Job]) -> list[GeneratedImage]:
+    def generate(self, call: int, jobs: Sequence[Job]) -> list[Image]:
         """See `Engine.generate`; `progress` reports and stops the call of this number."""
         self._call, self._step, self._should_stop = call, (0, jobs[0].steps_to_run), False
 
@@ -162,7 +163,7 @@ class RemoteEngine:
         """See `Engine.load_next`; raises EngineLostError if the actor has died."""
         return self._result(self._actor.load_next.remote())
 
-    def generate(self, jobs: Sequence[Job], should_stop: Callable[..., bool] | None = None) -> list[GeneratedImage]:
+    def generate(self, jobs: Sequence[Job], should_stop: Callable[..., bool] | None = None) -> list[Image]:
         """See `Engine.generate`; should_stop is called several times a second, with the last step known here.
 
         Raises:

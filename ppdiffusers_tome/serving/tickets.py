@@ -8,8 +8,10 @@ from itertools import pairwise
 from time import monotonic
 from typing import Literal
 
+from PIL.Image import Image
+
 from ..errors import ToMeError
-from .jobs import GeneratedImage, GenerationError, Job, JobError
+from .jobs import GenerationError, Job, JobError
 
 State = Literal["loading", "ready", "draining", "failed"]
 
@@ -87,7 +89,7 @@ class Ticket:
     job: Job
     progress: RequestProgress  # of its request
     arrived: float  # by time.monotonic()
-    future: "Future[GeneratedImage]" = field(default_factory=Future)
+    future: "Future[Image]" = field(default_factory=Future)
     runs_alone: bool = False  # because a call that it shared has failed
     lost_engines: int = 0
 
@@ -147,7 +149,7 @@ class Call:
             progress.count(step, steps, images)
         return all(ticket.future.cancelled() for ticket in self.tickets)
 
-    def deliver(self, images: Sequence[GeneratedImage], seconds: float) -> None:
+    def deliver(self, images: Sequence[Image], seconds: float) -> None:
         """Hand over the images of a call that took `seconds`."""
         for progress, count in self.requests.items():
             progress.seconds, progress.batch = progress.seconds + seconds, len(images)

@@ -294,7 +294,7 @@ def test_webui_png_info(webui):
     expected = {"Steps": "3", "Sampler": "DDIM", "CFG scale": "2.0", "Seed": "5", "Size-1": "64", "Size-2": "48"}
     expected |= {"Prompt": 'a "red" fox, steps: 2\nat night', "Negative prompt": "blue\nowl", "Model": "fake"}
     assert expected.items() <= read.parameters.items()
-    assert read.parameters["Token merging method"] == "symmetric, windows of 8"
+    assert read.parameters["Token merging method"] == "todo, min_tokens=64"
     for image in (Image.new("RGB", (8, 8)), Image.new("RGB", (8193, 16))):
         answer = webui.session.post(f"{webui.baseurl}/png-info", json={"image": webuiapi.b64_img(image)})
         if image.width == 8:
@@ -366,8 +366,8 @@ def test_webui_text_to_image_with_its_own_defaults(webui, server):
     assert answer.parameters["cfg_scale"] == 2.5
     assert answer.info["infotexts"][0].splitlines()[:2] == ["fox", "Negative prompt: red"]
     assert "Seed: 6, Size: 64x48" in answer.info["infotexts"][1]
-    assert answer.info["extra_generation_params"]["Token merging method"] == "symmetric, windows of 8"
-    assert 'Token merging method: "symmetric, windows of 8"' in answer.info["infotexts"][0]
+    assert answer.info["extra_generation_params"]["Token merging method"] == "todo, min_tokens=64"
+    assert 'Token merging method: "todo, min_tokens=64"' in answer.info["infotexts"][0]
     job = Job("fox", 48, 64, ratio=0.5, seed=5, negative_prompt="red", steps=3, guidance_scale=2.5)
     assert server.engine.calls[-1] == [job, replace(job, seed=6)]
 

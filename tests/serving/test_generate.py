@@ -21,7 +21,7 @@ from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.inference import read_manifest
 from ppdiffusers_tome.run.manifest import Size
 from ppdiffusers_tome.serving.engine import load_engine
-from ppdiffusers_tome.serving.jobs import GeneratedImage, Job, Limits
+from ppdiffusers_tome.serving.jobs import Job, Limits
 from ppdiffusers_tome.serving.offline import OutputError, generate, generate_batch, generate_here, model_hash, split
 from ppdiffusers_tome.serving.prompt_file import Prompt, PromptFileError, read_prompts
 
@@ -157,7 +157,7 @@ class Painter:
         self.batches.append([job.seed for job in jobs])
         if any("explode" in job.prompt for job in jobs):
             raise RuntimeError("no such image")
-        return [GeneratedImage(Image.new("RGB", (job.width, job.height), (job.seed, 0, 0))) for job in jobs]
+        return [Image.new("RGB", (job.width, job.height), (job.seed, 0, 0)) for job in jobs]
 
 
 def prompts_of(*texts):
@@ -359,7 +359,7 @@ def test_image_has_metadata_and_does_not_depend_on_its_batch(tmp_path, exported_
     assert "Seed: 7" in text and f"Token merging method: {metadata['tome_method']}" in text
     assert f"{engine.name}, ratio 0.5: interlace" in capsys.readouterr().out
     job = Job("owl", 32, 32, 0.5, seed=42, negative_prompt="red", steps=2, guidance_scale=2.0)
-    alone = engine.generate([job])[0].image
+    alone = engine.generate([job])[0]
     assert np.abs(np.asarray(alone, int) - np.asarray(owl, int)).max() <= 1
 
 

@@ -118,10 +118,10 @@ def test_metadata_is_in_the_png(server):
     body = server.post(OPENAI, {"prompt": prompt, "seed": 5, "steps": 4, "guidance_scale": 1.5}).json()
     chunks = opened(body["data"][0]["b64_json"]).text
     assert chunks["parameters"].startswith(prompt + "\nSteps: 4, Sampler: DDIM, CFG scale: 1.5, Seed: 5, Size: 64x48")
-    assert 'Token merging method: "symmetric, windows of 8"' in chunks["parameters"]
+    assert 'Token merging method: "todo, min_tokens=64"' in chunks["parameters"]
     metadata = json.loads(chunks["ppdiffusers_tome"])
     job = Job(prompt, 48, 64, ratio=0.5, seed=5, steps=4, guidance_scale=1.5)
-    expected = {**job.settings(), "tome_method": "symmetric, windows of 8", "model": "fake"}
+    expected = {**job.settings(), "tome_method": "todo, min_tokens=64", "model": "fake"}
     assert expected.items() <= metadata.items()
 
 
@@ -131,7 +131,7 @@ def test_models_and_health(server):
     model = server.http.get("/v1/models/fake").json()
     assert model["tome_ratios"] == [0.5, 0.0] and (model["steps"], model["guidance_scale"]) == (2, 7.5)
     assert model["ranges"]["steps"] == [1, 50] and model["ranges"]["n"] == [1, 3] and model["prompt_characters"] == 100
-    assert models["data"][0]["tome_methods"] == ["symmetric, windows of 8", ""] and model["prompts"] == [
+    assert models["data"][0]["tome_methods"] == ["todo, min_tokens=64", ""] and model["prompts"] == [
         "a fox",
         "an owl",
     ]
@@ -213,23 +213,6 @@ def test_openai_starts_from_an_image(server):
         assert (answer.status_code, answer.json()["error"]["param"]) == (422, "image"), answer.text
         answer = other.post(IMAGE, {"init_images": [png()]})
         assert answer.status_code == 422 and "--img2img" in answer.json()["detail"][0]["msg"]
-
-
-def test_merge_map_for_a_stream_that_asks():
-    class Mapped(FakeEngine):
-        def merge_map(self, job):
-            return np.arange(6).reshape(2, 3) // 2 if job.wants_merge_map else None
-
-    body = {"prompt": "fox", "stream": True}
-    with serving(Mapped(), limits=replace(LIMITS, has_merge_maps=True)) as server:
-        *_, completed = events_of(server.post(OPENAI, {**body, "merge_map": True}))
-        assert completed["merge_map"] == {"width": 3, "height": 2, "groups": [0, 0, 1, 1, 2, 2]}
-        assert events_of(server.post(OPENAI, body))[-1]["merge_map"] is None
-        assert server.http.get("/v1/models/fake").json()["merge_map"] is True
-    with serving() as server:
-        answer = server.post(OPENAI, {**body, "merge_map": True})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (422, "merge_map")
-        assert "--merge-map" in answer.json()["error"]["message"]
 
 
 def test_tokens_of_a_prompt(server):

@@ -29,7 +29,7 @@ from skimage.metrics import structural_similarity
 from ppdiffusers_tome.commands.serve import warm_up_jobs
 from ppdiffusers_tome.comparison.similarity import psnr
 from ppdiffusers_tome.methods import METHODS
-from ppdiffusers_tome.run.manifest import Size, read_manifest
+from ppdiffusers_tome.run.manifest import Size
 from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.engine import Engine, load_engine
 
@@ -49,7 +49,7 @@ NARROW = {"width": 320, "height": 640}
 LANDSCAPE = {"width": 740, "height": 340}
 RATIOS = (0.5, 0.25, 0.75, 0.0)
 PROMPTS = ("a 3d render of fox", "a flat drawing of octopus")
-EXPORTED = replace(LIMITS, ratios=RATIOS, has_merge_maps=True)
+EXPORTED = replace(LIMITS, ratios=RATIOS)
 CONFIG = AppConfig(steps=4, prompts=PROMPTS)
 ABORTED = ["ERR_ABORTED"]  # of a request that the page cancels
 
@@ -68,8 +68,7 @@ class EagerEngine(Engine):
 class ColorEngine(FakeEngine):
     """Images whose upper half is the further from plain the higher the ratio is."""
 
-    methods: ClassVar = {0.5: "symmetric", 0.25: "symmetric", 0.75: "interlace", 0.0: ""}
-    maps: ClassVar = {ratio: (np.arange(48).reshape(6, 8) * (1 - ratio)).astype(int) for ratio in RATIOS}
+    methods: ClassVar = {0.5: "interlace", 0.25: "interlace", 0.75: "todo", 0.0: ""}
     seconds: ClassVar = {}  # of a step, by ratio
     held = None  # a ratio whose first step waits until the gate is set
 
@@ -84,16 +83,12 @@ class ColorEngine(FakeEngine):
         image.paste((job.seed % 256, round(80 * job.ratio), 0), (0, 0, job.width, job.height // 2))
         return image
 
-    def merge_map(self, job):
-        return self.maps[job.ratio] if job.wants_merge_map else None
-
 
 @pytest.fixture(scope="module")
 def bundled():
     """The server with the bundled model."""
     ratios = RATIOS if MODEL else (0.5, 0.0)
     limits = replace(LIMITS, sizes=(Size(128, 128),), ratios=ratios, image_to_image=bool(MODEL), steps=100)
-    limits = replace(limits, has_merge_maps=bool(MODEL) and read_manifest(Path(MODEL)).merge_map)
 
     def load():
         if not MODEL:
@@ -261,8 +256,6 @@ def test_generate_and_download(browser, bundled):
         if SCREENSHOTS:
             generate(page, done="Done: 2 images", button="#all")
             take_screenshot(page, "page", full_page=True)
-            page.set_viewport_size({"width": 1800, "height": 800})
-            page.locator("#merge-figure").screenshot(path=Path(SCREENSHOTS) / "page_merge_map.png")
             for _ in range(3):
                 page.click("#zoom-in")
             page.click("#pixelated")
@@ -345,26 +338,6 @@ def test_compare_all_ratios(browser, fake):
         assert results["shown"]["psnr"] == pytest.approx(psnr(*map(pixels, files)), abs=1e-6)
         assert results["images"][3]["rms_to_plain"] == pytest.approx(60 / np.sqrt(6), abs=1e-6)
         assert serious_findings(page) == []
-
-
-def test_merge_maps(browser, fake):
-    """The map of the right image at first, others by the slider. Without their programs there is no empty section."""
-    with opened(browser, fake) as page:
-        generate(page, done="Done: 4 images", button="#all")
-        assert [call[0].wants_merge_map for call in fake.engine.calls] == [False, True, True, True]
-        expect(page.locator("#map-text")).to_contain_text("48 tokens merged to 24")
-        assert page.get_attribute("#merge-map", "aria-label").startswith("Merge map of ratio 0.5: 48 tokens")
-        page.focus("#map-ratio")
-        page.keyboard.press("ArrowRight")
-        expect(page.locator("#map-text")).to_contain_text("48 tokens merged to 12")
-        assert page.get_attribute("#map-ratio", "aria-valuetext") == "ratio 0.75"
-        script = "canvas => [...canvas.getContext('2d').getImageData(200, 300, 1, 1).data]"
-        assert page.eval_on_selector("#merge-map", script)[3] == 255
-        assert serious_findings(page) == []
-    with serving(limits=LIMITS) as server, opened(browser, server) as page:
-        generate(page)
-        expect(page.locator("#merge-figure")).to_be_hidden()
-        assert not server.engine.calls[-1][0].wants_merge_map
 
 
 def test_plain_image_is_reused(browser, fake):
@@ -541,11 +514,11 @@ def test_first_press(browser, fake):
         expect(page.locator("#tokens-cut")).to_have_text(
             "9 tokens: the text encoder reads 7 and not the end, “six seven”."
         )
-        expect(page.locator("#method")).to_contain_text("Method: symmetric")
-        assert page.locator("#method-terms .term").all_inner_texts() == ["Window", "Proportional"]
-        page.select_option("#tome_ratio", "0.75")
         expect(page.locator("#method")).to_contain_text("Method: interlace")
         assert page.locator("#method-terms .term").all_inner_texts() == ["interlace"]
+        page.select_option("#tome_ratio", "0.75")
+        expect(page.locator("#method")).to_contain_text("Method: todo")
+        expect(page.locator("#method-terms .term")).to_have_count(0)
         page.select_option("#tome_ratio", "0.5")
         assert serious_findings(page) == []
         generate(page)
@@ -563,11 +536,11 @@ def test_only_the_keyboard(browser, fake):
         page.focus("#prompt")
         page.keyboard.type(" fox")
         visited = []
-        for _ in range(14):
+        for _ in range(13):
             page.keyboard.press("Tab")
             visited.append(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
         fields = "more-summary seed new-seed steps guidance_scale size tome_ratio"
-        assert visited == f"BUTTON BUTTON {fields} BUTTON BUTTON BUTTON generate all".split()
+        assert visited == f"BUTTON BUTTON {fields} BUTTON BUTTON generate all".split()
         page.keyboard.press("Shift+Tab")
         page.keyboard.press("Enter")
         expect(page.locator("#phase")).to_contain_text("Done")
@@ -988,7 +961,7 @@ def test_chinese(browser, fake):
     with opened(browser, fake, locale="zh-CN") as page:
         generate(page, done="完成", button="#all", prompt="狐", steps=5)
         assert page.get_attribute("html", "lang") == "zh-CN" and page.inner_text("h1").startswith("token 合并")
-        expect(page.locator("#method-words")).to_have_text("方法：symmetric")
+        expect(page.locator("#method-words")).to_have_text("方法：interlace")
         page.click("#more-summary")
         page.fill("#steps", "0")
         page.click("#generate")

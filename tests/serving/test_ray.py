@@ -25,7 +25,7 @@ from serving_support import MALFORMED_HOSTS, OPENAI, until
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.commands import image_options
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE
-from ppdiffusers_tome.serving.jobs import AbandonedError, GeneratedImage, Job
+from ppdiffusers_tome.serving.jobs import AbandonedError, Job
 from ppdiffusers_tome.serving.prompt_file import Prompt
 
 pytest.importorskip("ray", reason="'make test-ray' installs it")
@@ -387,7 +387,7 @@ def test_lost_node_loses_no_prompt(nodes, exported_folder, tmp_path):
 POISON = """
 import os, json, sys, time
 from PIL import Image
-from ppdiffusers_tome.serving.jobs import AbandonedError, EngineLostError, GeneratedImage, GenerationError, Job
+from ppdiffusers_tome.serving.jobs import AbandonedError, EngineLostError, GenerationError, Job
 from ppdiffusers_tome.serving.prompt_file import Prompt
 from ppdiffusers_tome.serving.ray_engines import RayError, RemoteEngine, generate_on_ray, ray_session
 
@@ -408,7 +408,7 @@ class Engine:
             raise AbandonedError("stopped")
         if any("black" in job.prompt for job in jobs):
             raise GenerationError("not finite")
-        return [GeneratedImage(Image.new("RGB", (8, 8))) for job in jobs]
+        return [Image.new("RGB", (8, 8)) for job in jobs]
 
 def load():
     raise OSError("no such model")
@@ -511,7 +511,7 @@ class FakeRemoteEngine:
             until(self.should_stop)
             raise AbandonedError("stopped")
         image = None if prompt == "broken" else Image.new("RGB", (8, 8))
-        return [GeneratedImage(image) for _ in jobs]
+        return [image for _ in jobs]
 
 
 @pytest.fixture

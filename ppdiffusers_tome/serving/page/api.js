@@ -72,8 +72,8 @@ export async function countTokens(prompt) {
  * @param onProgress called with each progress event: {position, step, steps}
  * @param onSilence called with true when no event has come for ten seconds, and with false when one comes again
  * @param signal of an AbortController: the server stops at its next step
- * @returns {Promise<{blob: Blob, seconds: number, batch: number, seed: number, steps: number[], map: object}>} with the
- *     seconds of each step, and which tokens merged, if `merge_map` is true
+ * @returns {Promise<{blob: Blob, seconds: number, batch: number, seed: number, steps: number[]}>} with the
+ *     seconds of each step
  */
 export async function generate(settings, { onProgress, onSilence, signal }) {
   const request = new XMLHttpRequest();
@@ -137,7 +137,7 @@ function bodyOf(text) {
   }
 }
 
-function imageOf({ b64_json, seconds, batch, seed, step_seconds, merge_map }) {
+function imageOf({ b64_json, seconds, batch, seed, step_seconds }) {
   const bytes = Uint8Array.from(atob(b64_json), (character) => character.charCodeAt(0));
-  return { blob: new Blob([bytes], { type: "image/png" }), seconds, batch, seed, steps: step_seconds, map: merge_map };
+  return { blob: new Blob([bytes], { type: "image/png" }), seconds, batch, seed, steps: step_seconds };
 }

@@ -2,7 +2,6 @@
 
 import { $, make, promptElement, show } from "./dom.js";
 import { compareTimes, differenceOf, mapOf, psnr, rms, roundedSimilarity, spreadOf, ssim, whiteOf } from "./measures.js";
-import { countOf, drawGroups } from "./mergemap.js";
 import { linkOf } from "./settings.js";
 import { placeLabels, ticksOf } from "./plot.js";
 import { number, seconds, text } from "./texts.js";
@@ -99,7 +98,6 @@ export async function showEntry(entry, model, onPick) {
   showImages(entry, pair);
   showMeasures(entry, pair, measures);
   showDifference(measures);
-  showMergeMaps(entry, pair, measures);
   showCards(entry, pair, measures, model, onPick);
   showPlot(entry, measures);
   showDownloads(entry, pair, measures, model);
@@ -179,33 +177,6 @@ function showDifference({ between, white, images }) {
   const values = { largest: between.largest, mean: number(between.mean, 1) };
   $("difference-text").textContent = text("differenceText", values);
   $("difference").ariaLabel = text("differenceLabel", values);
-}
-
-/** The merge map of the right image, or of another ratio by its slider. */
-function showMergeMaps(entry, pair, { ratios, images }) {
-  const mapped = ratios.filter((ratio) => entry.images[ratio].map);
-  const slider = $("map-ratio");
-  show("merge-figure", mapped.length > 0);
-  show("map-scale", mapped.length > 1);
-  [$("map-low").textContent, $("map-high").textContent] = [mapped[0], mapped.at(-1)];
-  slider.max = mapped.length - 1;
-  const draw = () => {
-    const ratio = mapped[slider.value];
-    const { map } = entry.images[ratio];
-    const drawn = drawGroups(map, images[ratio]);
-    const canvas = $("merge-map");
-    [canvas.width, canvas.height] = [drawn.width, drawn.height];
-    canvas.getContext("2d").putImageData(new ImageData(drawn.data, drawn.width, drawn.height), 0, 0);
-    const { tokens, groups } = countOf(map);
-    const values = { name: nameOfRatio(ratio), tokens: number(tokens, 0), groups: number(groups, 0) };
-    slider.ariaValueText = values.name;
-    $("map-text").textContent = text("mapText", values);
-    canvas.ariaLabel = text("mapLabel", values);
-  };
-  slider.oninput = draw;
-  if (!mapped.length) return;
-  slider.value = Math.max(0, mapped.indexOf(pair[1]));
-  draw();
 }
 
 function showCards(entry, pair, { ratios, toPlain, white, images }, model, onPick) {

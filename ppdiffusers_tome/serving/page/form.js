@@ -3,16 +3,12 @@
 import { countTokens } from "./api.js";
 import { $, make, setStatus, show } from "./dom.js";
 import { FIELDS, check, choiceOf, linkOf, nameOf, readFile, readLink } from "./settings.js";
-import { methodText, text } from "./texts.js";
+import { text } from "./texts.js";
 
 const COUNT_DELAY = 300; // ms after the last key
-const IN_WINDOWS = "^(default|symmetric|kv)\\b"; // the methods with windows, whose tokens merge with weights
 // The terms that explain a method, each with the methods that it is part of, in the server's words.
 const EXPLAINED = {
   interlace: /^interlace\b/,
-  default: /^default\b(?!.*not around self-attention)/,
-  window: new RegExp(`${IN_WINDOWS}(?!.*whole grid)`),
-  proportional: new RegExp(`${IN_WINDOWS}(?!.*not proportional)`),
 };
 
 let model = null;
@@ -131,7 +127,7 @@ export function restoreLink() {
 function showMethod() {
   const ratio = Number($("tome_ratio").value);
   const method = model.tome_methods[model.tome_ratios.indexOf(ratio)] ?? "";
-  $("method-words").textContent = ratio > 0 ? text("usedMethod", { method: methodText(method) }) : "";
+  $("method-words").textContent = ratio > 0 ? text("usedMethod", { method }) : "";
   const terms = Object.keys(EXPLAINED).filter((term) => ratio > 0 && EXPLAINED[term].test(method));
   const lines = terms.map((term) => make("li", {}, termButton(term), ` ${text(`line_${term}`)}`));
   $("method-terms").replaceChildren(...lines);

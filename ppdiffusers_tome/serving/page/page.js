@@ -11,7 +11,7 @@ import { text, translate } from "./texts.js";
 import { startViewer } from "./zoom.js";
 
 const REPEATS = 3; // of "Measure again"
-const TERMS = ["token", "ratio", "interlace", "default", "window", "proportional", "psnr", "ssim"];
+const TERMS = ["token", "ratio", "interlace", "psnr", "ssim"];
 
 let model = null; // as in GET /v1/models
 let controller = null; // AbortController of the current run
@@ -89,7 +89,7 @@ async function run(wanted, again = false) {
       ratios,
       generate: (ratio, onProgress) =>
         generate(
-          { ...entry.settings, ...image, tome_ratio: ratio, merge_map: model.merge_map && ratio > 0 },
+          { ...entry.settings, ...image, tome_ratio: ratio },
           { onProgress, onSilence, signal },
         ),
       onState: showProgress,

@@ -69,10 +69,6 @@ export const ENGLISH = {
   difference: "Difference map",
   differenceText: "The largest difference of a color, in levels of 255: at most {largest}, {mean} on average.",
   differenceLabel: "Difference map: at most {largest} of 255 levels, {mean} on average",
-  mergeMap: "Merge map",
-  mapRatio: "Ratio of the merge map",
-  mapText: "{name}: {tokens} tokens merged to {groups}, in the first merging block of the last step. Merged tokens have one outline and their mean color.",
-  mapLabel: "Merge map of {name}: {tokens} tokens merged to {groups}",
   ratios: "Ratios",
   ratiosHint: "Click any two images to compare them. Each map shows the difference from plain, all on one scale:",
   cardLabel: "Show {name}",
@@ -149,23 +145,14 @@ export const ENGLISH = {
   glossary: "Glossary",
   close: "Close",
   line_interlace: "attention reads the keys and values of a part of the tokens, and of another part in each step.",
-  line_default: "keys and values merge more than queries: nearer images for the same work.",
-  line_window: "tokens merge within such squares only, which saves time.",
-  line_proportional: "a merged token counts as often as the tokens in it.",
   term_token: "Token",
   term_ratio: "Ratio",
   term_interlace: "interlace",
-  term_default: "default",
-  term_window: "Window",
-  term_proportional: "Proportional",
   term_psnr: "PSNR",
   term_ssim: "SSIM",
   about_token: "One position of a feature map, with its channels as a vector: attention compares each token with all others.",
-  about_ratio: "The share of the tokens of a feature map that merge away, from 0 (plain) to 0.75, or to 0.9375 with interlace. With interlace these are keys and values, on average over the blocks; with default queries merge less and keys and values more than this.",
+  about_ratio: "The share of the tokens of a feature map that merge away, from 0 (plain) to 0.75, or to 0.9375 with interlace. With interlace and todo these are keys and values; with interlace this is the average over the blocks.",
   about_interlace: "The default method: attention reads the keys and values of a part of the tokens, and of another part in each step, so that its errors cancel. Every token has its own query and output.",
-  about_default: "A method: the most similar tokens merge in pairs, keys and values more than queries, because each query has an output of its own: attention is as much work as if all merged at the ratio.",
-  about_window: "A square of tokens (16×16 by default) within which a src token looks for its dst, so that matching takes less time.",
-  about_proportional: "Proportional attention gives a merged token as much weight in attention as the tokens that it replaces had together.",
   about_psnr: "Peak signal-to-noise ratio, in dB: the pixel difference between a merged and a plain image (higher is nearer).",
   about_ssim: "Structural similarity of a merged and a plain image: how much their local patterns agree (1 is equal, higher is nearer).",
 };
@@ -239,10 +226,6 @@ export const CHINESE = {
   difference: "差异图",
   differenceText: "每个像素各颜色通道的最大差值，满值 255：最大 {largest}，平均 {mean}。",
   differenceLabel: "差异图：最大 {largest}，平均 {mean}，满值 255",
-  mergeMap: "合并图",
-  mapRatio: "合并图的合并比例",
-  mapText: "{name}：{tokens} 个 token 合并为 {groups} 个：第一个合并的模块，最后一步。合并的 token 有同一轮廓，并以平均颜色填充。",
-  mapLabel: "{name}的合并图：{tokens} 个 token 合并为 {groups} 个",
   ratios: "各合并比例",
   ratiosHint: "点击任意两张图像，用分隔线对比。所有差异图都与不合并的图像相比，并使用同一刻度：",
   cardLabel: "显示{name}",
@@ -319,42 +302,17 @@ export const CHINESE = {
   glossary: "术语表",
   close: "关闭",
   line_interlace: "注意力只读取一部分 token 的键和值，每一步换另一部分。",
-  line_default: "键和值比查询合并得更多：计算量相同，图像更接近。",
-  line_window: "token 只在这样的方块内合并，以节省时间。",
-  line_proportional: "合并后的 token 按其包含的 token 数计权。",
   term_token: "token",
   term_ratio: "合并比例",
   term_interlace: "interlace",
-  term_default: "default",
-  term_window: "窗口",
-  term_proportional: "按比例加权",
   term_psnr: "PSNR（峰值信噪比）",
   term_ssim: "SSIM（结构相似度）",
   about_token: "特征图的一个位置，其各通道构成一个向量：注意力把每个 token 与所有其他 token 比较。",
-  about_ratio: "特征图中被合并掉的 token 比例，从 0（不合并）到 0.75，使用 interlace 时可到 0.9375。使用 interlace 时，它是键和值的比例（各块的平均）；使用 default 时，查询的合并比例低于它，键和值高于它。",
+  about_ratio: "特征图中被合并掉的 token 比例，从 0（不合并）到 0.75，使用 interlace 时可到 0.9375。使用 interlace 与 todo 时，只合并键和值；使用 interlace 时，它是各块的平均。",
   about_interlace: "默认方法：注意力只读取一部分 token 的键和值，每一步换另一部分，使误差相互抵消。每个 token 都有自己的查询和输出。",
-  about_default: "一种方法：最相似的 token 成对合并，键和值比查询合并得更多，因为每个查询都有自己的输出：注意力的计算量与全部按该比例合并时相同。",
-  about_window: "一块方形的 token（默认 16×16），src token 只在其中寻找自己的 dst，使匹配用时更少。",
-  about_proportional: "按比例加权的注意力使合并后的 token 在注意力中的权重等于它所替代的 token 权重之和。",
   about_psnr: "峰值信噪比，单位 dB：合并与不合并图像的像素差异（越高越接近）。",
   about_ssim: "合并与不合并图像的结构相似度：局部图案有多一致（1 为相同，越高越接近）。",
 };
-
-// How a method differs from its defaults; its name is one word, the same in all languages.
-const METHOD_WORDS = [
-  [/^(.+) cells$/, "$1 单元"],
-  [/^windows of (.+)$/, "窗口 $1"],
-  [/^whole grid$/, "整个网格"],
-  [/^not proportional$/, "不按比例加权"],
-  [/^proportional$/, "按比例加权"],
-  [/^fixed dst$/, "固定 dst"],
-  [/^random dst$/, "随机 dst"],
-  [/^up to level (.+)$/, "最深层级 $1"],
-  [/^from (.+) tokens$/, "至少 $1 个 token"],
-  [/^not around self-attention$/, "不含自注意力"],
-  [/^merge_crossattn=True$/, "含交叉注意力"],
-  [/^merge_mlp=True$/, "含前馈层"],
-];
 
 /** "zh" for a language tag of Simplified Chinese, otherwise "en": there are no texts in Traditional Chinese. */
 export function languageOf(tag) {
@@ -367,13 +325,6 @@ const TEXTS = LANGUAGE === "zh" ? CHINESE : ENGLISH;
 /** The text of this name, with its placeholders replaced by values. */
 export function text(name, values = {}, texts = TEXTS) {
   return texts[name].replace(/\{(\w+)\}/g, (_, key) => values[key]);
-}
-
-/** How tokens merge, in the page's language, from the server's English words. */
-export function methodText(method, language = LANGUAGE) {
-  if (language === "en") return method;
-  const inChinese = (part) => METHOD_WORDS.reduce((words, [pattern, chinese]) => words.replace(pattern, chinese), part);
-  return method.split(", ").map(inChinese).join("，");
 }
 
 /** A number in the page's language. */

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { readFileSync, readdirSync } from "node:fs";
 import test from "node:test";
-import { CHINESE, ENGLISH, languageOf, methodText, text } from "./page/texts.js";
+import { CHINESE, ENGLISH, languageOf, text } from "./page/texts.js";
 
 const placeholders = (value) => [...value.matchAll(/\{(\w+)\}/g)].map(([, name]) => name).sort();
 
@@ -27,14 +27,4 @@ test("Simplified Chinese for its readers, English for all others", () => {
   assert.deepEqual(tags.map(languageOf), ["zh", "zh", "zh", "zh", "en", "en", "en", "en", "en", "en"]);
 });
 
-test("every word of how tokens merge is Chinese on a Chinese page", () => {
-  const methods = JSON.parse(readFileSync("methods.json", "utf-8"));
-  assert.ok(methods.length >= 5);
-  assert.equal(methodText("symmetric, windows of 8, fixed dst", "zh"), "symmetric，窗口 8，固定 dst");
-  for (const method of methods) {
-    const words = methodText(method, "zh").replace(/^(interlace|default|symmetric|tomesd|kv|todo)\b/, "").replaceAll(/dst|token/g, "");
-    assert.doesNotMatch(words, /[A-Za-z]{2}/, method);
-    assert.equal(methodText(method, "en"), method);
-  }
-  assert.equal(text("step", { step: 1, steps: 2 }, ENGLISH), "step 1 of 2");
-});
+test("placeholders get their values", () => assert.equal(text("step", { step: 1, steps: 2 }, ENGLISH), "step 1 of 2"));
