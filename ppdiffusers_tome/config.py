@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .errors import ParameterError, ToMeConfigError, nearest
+from .errors import ParameterError, ToMeConfigError
 from .files import write_file
 from .methods import DEFAULT_METHOD, METHODS
 from .methods.method import Method
 from .old_settings import MERGE_ATTN_OF_2, REPLACED, settings_of_2, why_removed
+from .wording import nearest
 
 FILE_FORMAT, FILE_VERSION = "ppdiffusers_tome.config", 2
 READ_VERSIONS = (1, FILE_VERSION)  # 1: of releases before 3.0
@@ -101,12 +102,12 @@ class ToMeConfig:
                     )
                 raise ToMeConfigError(f"{name}={value!r:.200} is not allowed: it must be {rule.words}.")
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name not in IN_ALL_METHODS and not METHODS[self.method].has(field.name) and value != field.default:
-                having = ", ".join(other.name for other in METHODS.values() if other.has(field.name))
+            name, value = field.name, getattr(self, field.name)
+            if value != field.default and not has_setting(METHODS[self.method], name):
+                having = ", ".join(other.name for other in METHODS.values() if other.has(name))
                 raise ToMeConfigError(
-                    f"{field.name}={value!r} is not allowed with method={self.method!r}, which has no {field.name}: "
-                    f"leave it out, or use one of the methods that have it: {having}."
+                    f"{name}={value!r} is not allowed with method={self.method!r}, which has no {name}: leave it out, "
+                    f"or use one of the methods that have it: {having}."
                 )
         if not (self.merge_attn or self.merge_crossattn or self.merge_mlp):
             raise ToMeConfigError(
@@ -174,12 +175,10 @@ class ToMeConfig:
             >>> ToMeConfig.load("/tmp/tome_config.json").ratio
             0.6
         """
-        settings = {name: value for name, value in self.settings().items() if self._has(name)}
+        method = METHODS[self.method]
+        settings = {name: value for name, value in self.settings().items() if has_setting(method, name)}
         content = {"format": FILE_FORMAT, "version": FILE_VERSION, "settings": settings, **details}
         write_file(Path(path), json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-
-    def _has(self, name: str) -> bool:
-        return name in IN_ALL_METHODS or METHODS[self.method].has(name)
 
     @classmethod
     def load(cls, path: str | Path) -> "ToMeConfig":
@@ -220,6 +219,11 @@ class Rule(NamedTuple):
 
     allows: Callable[[Any], bool]
     words: str  # after "it must be"
+
+
+def has_setting(method: Method, name: str) -> bool:
+    """Whether a method has a setting: one of all methods, or of its own."""
+    return name in IN_ALL_METHODS or method.has(name)
 
 
 def _is_integer(value: Any, least: int, below: float = math.inf) -> bool:
@@ -269,7 +273,7 @@ def _why_no_method(method: Any) -> str:
 def _check_ratio(config: ToMeConfig, method: Method) -> None:
     """Raise ParameterError if the ratio of a config is not one that its method allows with its cells."""
     value: Any = config.ratio
-    if not isinstance(value, Real) or isinstance(value, (bool, np.bool_)):
+    if _is_flag(value) or not isinstance(value, Real):
         raise ParameterError("ratio", value, "it must be a number from 0, and below 1.")
     ratio, largest = config.effective_ratio, method.largest_ratio(config.sx, config.sy)
     of_cells = f"1 - 1/(sx·sy) = {largest:g} for sx={config.sx}, sy={config.sy}"

@@ -1,11 +1,9 @@
-"""The package's exceptions, and remedies that several of them name.
+"""The package's exceptions, and a remedy that several of them name.
 
 Each is a `ToMeError` and also the built-in exception that matches.
 """
 
-import difflib
 import shlex
-from collections.abc import Iterable
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).parent / "requirements"
@@ -78,10 +76,3 @@ def install_command(feature: str) -> str:
     """
     file = REQUIREMENTS / f"{feature}.txt"
     return f"pip install --no-deps -r {shlex.quote(str(file))}"
-
-
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The one of some names that was probably meant: the one that it contains, or that is written most alike."""
-    lower = name.lower()
-    contained = [one for one in names if f"_{one}_" in f"_{lower}_"]
-    return next(iter(contained or difflib.get_close_matches(lower, list(names), 1)), None)

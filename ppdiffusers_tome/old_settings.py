@@ -7,8 +7,8 @@ from .errors import ToMeConfigError
 
 _METHODS = {
     "default": 'use method="interlace", which is nearer to the plain image at the same speed',
-    "symmetric": 'use method="tomesd", which merges queries, keys and values alike, or "interlace", which is nearer to '
-    "the plain image",
+    "symmetric": 'use method="tomesd", which also merges queries, keys and values alike, or "interlace", which is '
+    "nearer to the plain image",
     "kv": 'use method="interlace", which leaves out keys and values of another part of the tokens in each step',
 }
 # The values of `merge_attn` that named a method.
@@ -18,7 +18,7 @@ MERGE_ATTN_OF_2 = {
 }
 REPLACED = {
     "match": 'leave it out, or in place of match="grid" pass method="todo"',
-    "blend": 'leave it out: with method="tomesd" a merged token is the mean of its tokens, with others no tokens merge',
+    "blend": 'leave it out: with method="tomesd" a merged token is the mean of its tokens',
     "window": "leave it out: only the matching of tokens needed it",
     "proportional": "leave it out: tokens that remain are not weighted by a size",
 }

@@ -1,43 +1,54 @@
-"""A config in words, for summaries, pages and reports."""
+"""Names and ways to merge in words, for messages, results and reports."""
 
-from collections.abc import Collection
-
-from .config import ToMeConfig
-
-
-def method_in_words(config: ToMeConfig) -> str:
-    """The name of a config's method, and what differs from the defaults, without ratio and seed.
-
-    Example:
-        >>> method_in_words(ToMeConfig(ratio=0.7, method="tomesd", use_rand=False))
-        'tomesd, fixed dst'
-    """
-    cells = f"{config.sx}x{config.sy} cells"  # ASCII, as the summary
-    words = {
-        "sx": cells,
-        "sy": cells,
-        "use_rand": "fixed dst",
-        "max_downsample": f"up to level {config.max_downsample}",
-        "merge_attn": "not around self-attention",
-        "min_tokens": f"from {config.min_tokens} tokens",
-    }
-    differing = {name: v for name, v in config.changed_settings().items() if name not in ("ratio", "seed", "method")}
-    return ", ".join(
-        [config.method, *dict.fromkeys(words.get(name, f"{name}={value!r}") for name, value in differing.items())]
-    )
+import difflib
+from collections.abc import Collection, Iterable
+from typing import Any, Protocol
 
 
-def merging_in_words(config: ToMeConfig, without: Collection[str] = ()) -> str:
-    """The name of a config's method, its ratio, and the other settings that differ from the defaults.
+class Merging(Protocol):
+    """A way to merge: a `ToMeConfig`, or the settings of exported programs."""
+
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def effective_ratio(self) -> float: ...
+
+    def changed_settings(self) -> dict[str, Any]: ...
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The one of some names that was probably meant: the one that it contains, or that is written most alike."""
+    lower = name.lower()
+    contained = [one for one in names if f"_{one}_" in f"_{lower}_"]
+    return next(iter(contained or difflib.get_close_matches(lower, list(names), 1)), None)
+
+
+def merging_in_words(merging: Merging, without: Collection[str] = ()) -> str:
+    """The name of the method, the ratio, and the other settings that differ from their defaults.
 
     Args:
-        config: two different configs have different words.
+        merging: two different ways have different words.
         without: settings to leave out.
 
     Example:
-        >>> merging_in_words(ToMeConfig(ratio=0.7, method="tomesd", seed=8))
-        'tomesd 0.7, seed=8'
+        >>> merging_in_words(ToMeConfig(ratio=0.75, method="todo", min_tokens=64))
+        'todo 0.75, min_tokens=64'
     """
+    return _in_words(f"{merging.method} {merging.effective_ratio:.15g}", merging, without)
+
+
+def method_in_words(merging: Merging) -> str:
+    """The name of the method, and the settings that differ from their defaults, without the ratio.
+
+    Example:
+        >>> method_in_words(ToMeConfig(ratio=0.75, method="todo", min_tokens=64))
+        'todo, min_tokens=64'
+    """
+    return _in_words(merging.method, merging)
+
+
+def _in_words(first: str, merging: Merging, without: Collection[str] = ()) -> str:
     ignored = {"ratio", "method", *without}
-    others = [f"{name}={value!r}" for name, value in config.changed_settings().items() if name not in ignored]
-    return ", ".join([f"{config.method} {config.effective_ratio:.15g}", *others])
+    others = [f"{name}={value!r}" for name, value in merging.changed_settings().items() if name not in ignored]
+    return ", ".join([first, *others])

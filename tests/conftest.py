@@ -1,14 +1,13 @@
-"""Shared by the tests: tiny random models, pipelines over the bundled one, and tools to inspect passes and plans."""
+"""Shared by the tests: tiny random models, pipelines over the bundled one, and tools to inspect passes.
 
-import copy
+What exports and measures has modules of its own, `exporting` and `measuring`, which are imported where they are used.
+"""
+
 import gc
 import inspect
-import os
 import sys
 import threading
-import weakref
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +15,9 @@ from types import SimpleNamespace
 import absl.logging
 import cuda_attention  # noqa: F401 - before ppdiffusers, which looks for a GPU when it is imported
 import numpy as np
-import onnx
 import paddle
 import ppdiffusers
 import pytest
-from filelock import FileLock
-from lab.speed import runner
-from lab.speed.worker import measure_case
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from paddlenlp.utils.log import logger
 from ppdiffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 from ppdiffusers.models.attention_processor import AttnProcessor
@@ -33,23 +27,12 @@ from zoo.parts import unet as unet_of_zoo
 
 import ppdiffusers_tome  # noqa: F401
 from ppdiffusers_tome.attach.passes import BlockWrap
-from ppdiffusers_tome.export import export as export_module
-from ppdiffusers_tome.export import tracing
-from ppdiffusers_tome.export.arguments import EXPORT_FORMATS, list_sizes, make_configs
-from ppdiffusers_tome.export.export import write_export
-from ppdiffusers_tome.inference import export_pipeline, read_manifest
 
 # OpenVINO imports absl, whose handler closes its stream when uvicorn configures logging: then it must not be pytest's.
 absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 
 EMOJI_SD = Path(__file__).parents[1] / "examples" / "emoji_sd"
 TEXT = 7  # text tokens of the tiny models' inputs
-
-# With more threads than cores, the threads of a compared program wait for each other: only `export_once` has as many
-# as users have.
-MIN_THREADS, tracing.MIN_THREADS = tracing.MIN_THREADS, 1
-
-ONNX_SETTINGS = {"method": "default", "proportional": True, "window": 4}  # of `onnx_folder`
 
 
 @pytest.fixture(autouse=True)
@@ -89,12 +72,6 @@ def _without_origins():
         for name, replaced in ORIGINS.items():
             patch.setattr(name, replaced)
         yield
-
-
-@pytest.fixture
-def empty_plots(monkeypatch):
-    """Plots are written without what they show, which would take most of the time of a page."""
-    monkeypatch.setattr(FigureCanvasAgg, "draw", FigureCanvasAgg.get_renderer)
 
 
 THREE_LEVELS = {name: SDXL[name] for name in ("block_out_channels", "down_block_types", "up_block_types")}
@@ -198,32 +175,27 @@ class Recorder(AttnProcessor):
         return out
 
 
-def record_plans(monkeypatch, record):
-    build = BlockWrap.build_plan
+@pytest.fixture
+def empty_plots(monkeypatch):
+    """Plots are written without what they show, which would take most of the time of a page."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    def recording(wrap, *args):
-        plan = build(wrap, *args)
-        if plan is not None:
-            record(plan)
-        return plan
-
-    monkeypatch.setattr(BlockWrap, "build_plan", recording)
+    monkeypatch.setattr(FigureCanvasAgg, "draw", FigureCanvasAgg.get_renderer)
 
 
 @pytest.fixture
 def plans(monkeypatch):
     """The plans of all passes, in the order of the blocks that run."""
-    recorded = []
-    record_plans(monkeypatch, recorded.append)
+    recorded, make = [], BlockWrap._plan
+
+    def recording(*args):
+        plan = make(*args)
+        if plan is not None:
+            recorded.append(plan)
+        return plan
+
+    monkeypatch.setattr(BlockWrap, "_plan", recording)
     return recorded
-
-
-@pytest.fixture
-def live_plans(monkeypatch):
-    """The plans that something still refers to."""
-    alive = weakref.WeakSet()
-    record_plans(monkeypatch, alive.add)
-    return alive
 
 
 def in_threads(functions):
@@ -246,23 +218,6 @@ def in_threads(functions):
 def device_is_restored(monkeypatch):
     """Paddle 2.6's arange, in ppdiffusers' time embedding, switches a device that all threads share."""
     monkeypatch.setattr(paddle.base.framework, "_current_device", None, raising=False)
-
-
-def groups(plan, batch):
-    """[B, N]: for each token the original position whose merged row it gets."""
-    rows = plan.kept_rows.numpy().reshape(-1)[plan.source_rows.numpy()]
-    return rows.reshape(batch, -1) % int(plan.tokens)
-
-
-def sizes_of(plan):
-    """[B, N-r]: how many tokens each merged token is the mean of, counted from where each token takes its result."""
-    rows = plan.source_rows.numpy().reshape(-1, plan.tokens)
-    return np.stack([np.bincount(row - image * plan.kept, minlength=plan.kept) for image, row in enumerate(rows)])
-
-
-def repeat(tokens, sizes):
-    """[B, N-r, C] → [B, N, C]: each merged token as often as it counts."""
-    return paddle.to_tensor(np.stack([np.repeat(x, n, axis=0) for x, n in zip(tokens.numpy(), sizes, strict=True)]))
 
 
 @contextmanager
@@ -327,19 +282,6 @@ def model(tmp_path_factory):
     return folder
 
 
-def messages_of_this_process(*arguments):
-    """Measure in this process, in place of a worker process, which takes seconds to start."""
-    messages = []
-    measure_case(lambda message: messages.append(copy.deepcopy(message)), *arguments)
-    return messages
-
-
-@pytest.fixture
-def worker_in_this_process(monkeypatch):
-    """`bench` and `tune` measure in this process. Some tests must not use this: they show that the process works."""
-    monkeypatch.setattr(runner, "worker_messages", messages_of_this_process)
-
-
 @pytest.fixture(scope="session")
 def exported_folder(tmp_path_factory):
     """A tiny pipeline, exported: 32×32 and 48×32 px (width × height), ratios 0.5 and 0, with the VAE's encoder.
@@ -347,63 +289,17 @@ def exported_folder(tmp_path_factory):
     Its programs are for Paddle Inference alone. Tests that modify it must work on a copy, because all processes of a
     run share it.
     """
+    from exporting import export_once
+
     return export_once(tmp_path_factory, "tiny", [(32, 32), (32, 48)], format="paddle")
 
 
 @pytest.fixture(scope="session")
 def onnx_folder(tmp_path_factory):
-    """The same as ONNX alone, of 40×32 px, with ONNX_SETTINGS."""
+    """The same as ONNX alone, of 40×32 px, with `exporting.ONNX_SETTINGS`."""
+    from exporting import ONNX_SETTINGS, export_once
+
     return export_once(tmp_path_factory, "onnx", [(32, 40)], format="onnx", **ONNX_SETTINGS)
-
-
-def export_once(tmp_path_factory, name, sizes, **settings):
-    """The folder of an export that all processes of a run share."""
-    shared = tmp_path_factory.getbasetemp()
-    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
-    folder = shared / "exported" / name
-    with FileLock(shared / f"{name}.lock"):
-        if not folder.exists():
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(tracing, "MIN_THREADS", MIN_THREADS)
-                options = {"image_to_image": True, "progress": False, **settings}
-                export_pipeline(tiny_pipeline(), folder, (0.5, 0), sizes, **options)
-    return folder
-
-
-def export_linked(pipe, folder, ratios=None, sizes=None, *, linked=(), **options):
-    """`export_pipeline` for Paddle Inference that takes the programs of `linked` in place of tracing them.
-
-    They are (folder, program) of exports with all formats of this one, such as `unmerged_programs`.
-    """
-    options = {"format": "paddle", **options}
-    names = inspect.signature(write_export).parameters
-    settings = {name: options.pop(name) for name in [*options] if name not in names}
-    earlier = {file.place: (root, file) for root, file in linked if file.formats == EXPORT_FORMATS[options["format"]]}
-
-    def save(traceable, planned, folder, target, *others):
-        if planned.place not in earlier:
-            return tracing.save(traceable, planned, folder, target, *others)
-        (root, file), paths = earlier[planned.place], {}
-        (folder / target).mkdir(parents=True)
-        for name in ("program", "params", "onnx"):
-            if path := getattr(file, name):
-                paths[name] = f"{target}/{Path(path).name}"
-                if name == "onnx":  # with its weights
-                    onnx.save(onnx.load(str(root / path)), str(folder / paths[name]))
-                else:
-                    os.link(root / path, folder / paths[name])
-        return replace(file, **paths)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_module, "save", save)
-        return write_export(
-            pipe, Path(folder), make_configs(ratios, settings), list_sizes(sizes), progress=False, **options
-        )
-
-
-def unmerged_programs(folder):
-    """The programs of an export that do not depend on its sizes and ratios: text encoder and VAE."""
-    return [(folder, file) for file in read_manifest(folder).programs if file.size is None]
 
 
 def tiny_pipeline(**changes):

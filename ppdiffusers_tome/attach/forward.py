@@ -60,7 +60,7 @@ AnyWrap = TypeVar("AnyWrap", bound=Wrap)
 
 
 def ensure(layer: nn.Layer, new: AnyWrap) -> AnyWrap:
-    """The wrap of a layer if it is in place and does the same as a new one; otherwise the new one, after installing it."""
+    """The wrap of a layer if it is in place and does the same as a new one; otherwise the new one, installed."""
     wrap = wrap_of(layer)
     if type(wrap) is type(new) and wrap.is_like(new) and not _is_lost(layer, wrap):
         return wrap

@@ -37,6 +37,6 @@ def check_mask(
     """
     if attention_mask is not None and (is_self or encoder_hidden_states is None):
         raise ToMePassError(
-            f"attention_mask has shape {list(attention_mask.shape)}, but it is for all tokens, of which a part remains "
-            "while others merge: call without attention_mask, or remove_tome() first."
+            f"attention_mask has shape {list(attention_mask.shape)}: it is for all tokens, but attention computes "
+            "with fewer. Call without attention_mask, or remove_tome() first."
         )

@@ -67,9 +67,7 @@ def placements(denoiser: nn.Layer, config: ToMeConfig) -> list[tuple[MergeableBl
             _check_facts(block)
     up = [number for number, (block, _) in enumerate(merging) if block.path.startswith("up_blocks.")]
     shares = method.kept_shares(config, len(merging), up[-1] if up else None)
-    return [
-        (block, Placement(config, layers, share)) for (block, layers), share in zip(merging, shares, strict=True)
-    ]
+    return [(block, Placement(config, layers, share)) for (block, layers), share in zip(merging, shares, strict=True)]
 
 
 def _check_facts(block: MergeableBlock) -> None:

@@ -52,14 +52,13 @@ class RotaryAttentionWrap(InnerWrap):
                 attention_mask=attention_mask,
                 **others,
             )
-        rows = others.pop(self._family.positions, None)
+        rows = others.pop(self._family.positions or "", None)
         self._check(layer, attention_mask, others)
         names, layout = self._family.attention, self._facts.text
         stream = split(layout, hidden_states, plan.tokens, encoder_hidden_states)
         keys = Stream(plan.merge(stream.image), stream.text)
         query, key, value = (
-            _heads(layer, names, layout, part, tokens)
-            for part, tokens in (("q", stream), ("k", keys), ("v", keys))
+            _heads(layer, names, layout, part, tokens) for part, tokens in (("q", stream), ("k", keys), ("v", keys))
         )
         if rows is not None:
             table = rotary_table(rows, plan.tokens, stream.length)

@@ -111,7 +111,8 @@ FAMILIES: list[Family] = [
     Family(
         name="UNets, their ControlNets, DiT and PixArt",
         transformers=(Transformer2DModel, TransformerSpatioTemporalModel),
-        blocks={BasicTransformerBlock: Block(timestep="timestep", follows_tomesd=True)},  # timestep: of VQ-Diffusion, DiT
+        # The timestep is an argument in VQ-Diffusion and DiT.
+        blocks={BasicTransformerBlock: Block(timestep="timestep", follows_tomesd=True)},
         grid_layers=("latent_image_embedding", "pos_embed", "norm"),  # of VQ-Diffusion; DiT and PixArt; UNets
         timestep_inputs=("time_proj", "adaln_single"),  # of UNets and ControlNets; PixArt
         has_frame_rows=True,

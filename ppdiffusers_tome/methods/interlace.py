@@ -62,9 +62,7 @@ class Interlace(Method):
         cells = count_dst(grid, SIDE, SIDE)
         return remaining(grid, PARTS - (grid.tokens - kept) // cells, block)
 
-    def choose(
-        self, metric: paddle.Tensor, constants: paddle.Tensor, kept: int, turn: Turn = FIRST_TURN
-    ) -> Choice:
+    def choose(self, metric: paddle.Tensor, constants: paddle.Tensor, kept: int, turn: Turn = FIRST_TURN) -> Choice:
         with paddle.no_grad():
             return Choice(turn.choose(constants))
 

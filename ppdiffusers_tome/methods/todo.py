@@ -36,9 +36,7 @@ class Todo(Method):
     def constants(self, grid: Grid, settings: Settings, kept: int, block: int) -> paddle.Tensor:
         return remaining(grid, settings.sx, settings.sy, _per_cell(settings))
 
-    def choose(
-        self, metric: paddle.Tensor, constants: paddle.Tensor, kept: int, turn: Turn = FIRST_TURN
-    ) -> Choice:
+    def choose(self, metric: paddle.Tensor, constants: paddle.Tensor, kept: int, turn: Turn = FIRST_TURN) -> Choice:
         return Choice(constants)
 
 

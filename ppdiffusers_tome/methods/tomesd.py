@@ -46,9 +46,7 @@ class Tomesd(Method):
         key = (settings.seed, block) if settings.use_rand else None
         return pair_constants(grid, settings.sx, settings.sy, key, turns=TURNS if settings.use_rand else None)
 
-    def choose(
-        self, metric: paddle.Tensor, constants: "PairConstants", kept: int, turn: Turn = FIRST_TURN
-    ) -> Choice:
+    def choose(self, metric: paddle.Tensor, constants: "PairConstants", kept: int, turn: Turn = FIRST_TURN) -> Choice:
         return choose_pairs(metric, constants.in_turn(turn), kept)
 
     def pairs_compared(self, grid: Grid, settings: Settings) -> int:

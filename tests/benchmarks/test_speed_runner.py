@@ -7,13 +7,13 @@ import signal
 from types import SimpleNamespace
 
 import pytest
-from conftest import messages_of_this_process
 from killed_worker import end_with_the_number_of_threads, killed
 from lab.speed import runner, worker
 from lab.speed.backends import EagerBackend
 from lab.speed.cases import Timing, make_case, make_configs, read_cases
 from lab.speed.catalog import make_arms
 from lab.speed.runner import WorkerEndedError, measure_all, worker_messages
+from measuring import messages_of_this_process
 
 
 def make(*arms, **fields):

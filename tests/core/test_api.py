@@ -8,7 +8,8 @@ from typing import get_type_hints
 import numpy as np
 import paddle
 import pytest
-from conftest import draw, export_linked, load_bundled, make_unet, run, tiny_pipeline, unmerged_programs
+from conftest import draw, load_bundled, make_unet, run, tiny_pipeline
+from exporting import export_linked, unmerged_programs
 from ppdiffusers import StableDiffusionPipeline
 from ppdiffusers.models.modeling_utils import ModelMixin
 from skimage.metrics import peak_signal_noise_ratio

@@ -12,7 +12,8 @@ import onnx
 import onnxruntime
 import paddle
 import pytest
-from conftest import ONNX_SETTINGS, export_linked, tiny_pipeline
+from conftest import tiny_pipeline
+from exporting import ONNX_SETTINGS, export_linked
 from onnx import TensorProto
 from ppdiffusers import (
     PreconfigLMSDiscreteScheduler,

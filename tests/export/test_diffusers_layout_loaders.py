@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import paddle
 import pytest
-from conftest import export_linked
+from exporting import export_linked
 from PIL import Image
 from ppdiffusers import (
     DiffusionPipeline,

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import paddle
 import pytest
-from conftest import MIN_THREADS, export_linked, tiny_pipeline, traces, unmerged_programs
+from conftest import tiny_pipeline, traces
+from exporting import MIN_THREADS, export_linked, unmerged_programs
 from ppdiffusers import (
     DiffusionPipeline,
     StableDiffusionControlNetPipeline,

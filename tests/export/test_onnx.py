@@ -13,7 +13,8 @@ import numpy as np
 import onnx
 import paddle
 import pytest
-from conftest import EMOJI_SD, ONNX_SETTINGS, tiny_pipeline
+from conftest import EMOJI_SD, tiny_pipeline
+from exporting import ONNX_SETTINGS
 from onnx.reference import ReferenceEvaluator
 from paddle import nn
 from PIL import Image

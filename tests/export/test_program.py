@@ -5,7 +5,8 @@ The tests also export programs that break each rule, to show that the checks det
 
 import paddle
 import pytest
-from conftest import export_linked, tiny_pipeline
+from conftest import tiny_pipeline
+from exporting import export_linked
 from paddle.static import InputSpec
 from ppdiffusers.patches.tomesd_patch_utils import bipartite_soft_matching_random2d
 from program_reader import Variable, read_program

@@ -8,7 +8,7 @@ import numpy as np
 import paddle
 import ppdiffusers
 import pytest
-from conftest import export_linked, unmerged_programs
+from exporting import export_linked, unmerged_programs
 from paddle import inference
 from ppdiffusers import (
     AutoencoderKL,

@@ -21,7 +21,8 @@ import openai
 import paddle
 import ppdiffusers
 import pytest
-from conftest import export_linked, tiny_pipeline
+from conftest import tiny_pipeline
+from exporting import export_linked
 from PIL import Image
 from ppdiffusers import EulerAncestralDiscreteScheduler, PNDMScheduler, UniPCMultistepScheduler
 from serving_support import LIMITS, OPENAI, TEXT, FakeEngine, serving, until
