@@ -11,6 +11,7 @@ from .commands import compare, export, generate, serve
 from .comparison.results import PROGRAM, command_line
 from .errors import ToMeError
 from .replacement import TERMINATED, exit_on_sigterm
+from .wording import nearest
 
 Command: TypeAlias = Callable[[argparse._SubParsersAction], None]  # adds a command to the command line
 COMMANDS: tuple[Command, ...] = (compare.add, export.add, generate.add, serve.add)
