@@ -136,13 +136,12 @@ def test_a_ratio_that_rounds_to_nothing_names_the_nearest_and_changes_nothing(un
 
 def keys_seen(model, record):
     """Record the keys of each self-attention, and what they would be for all tokens, by the number of the block."""
+
+    def see(layer, given, keys, number):
+        record(number, (keys.numpy(), paddle.nn.functional.linear(given[0], layer.weight, layer.bias).numpy()))
+
     for block in find_blocks(model):
-        layer = block.block.attn1.to_k
-        layer.register_forward_post_hook(
-            lambda layer, given, keys, number=block.index: record(
-                number, (keys.numpy(), paddle.nn.functional.linear(given[0], layer.weight, layer.bias).numpy())
-            )
-        )
+        block.block.attn1.to_k.register_forward_post_hook(partial(see, number=block.index))
 
 
 @pytest.mark.parametrize("timestep", TIMESTEPS)
