@@ -19,7 +19,6 @@ import copy
 import json
 import math
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -129,12 +128,10 @@ def write_half(traceable: Any, dims: dict[str, int], folder: Path) -> Path:
 
 def origin() -> dict[str, str]:
     """What the programs are of: the versions of the package and of Paddle, and the commit."""
-    from importlib.metadata import version
+    from ppdiffusers_tome.comparison.environment import commit, describe_environment
 
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return {name: version(name) for name in ("ppdiffusers_tome", "paddlepaddle")} | {"commit": commit.stdout.strip()}
+    environment = describe_environment()
+    return {name: environment[name] for name in ("ppdiffusers_tome", "paddlepaddle")} | {"commit": commit()}
 
 
 def count(options: argparse.Namespace) -> None:

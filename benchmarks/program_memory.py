@@ -134,7 +134,7 @@ def export(options: argparse.Namespace, most: int = len(RATIOS)) -> Path:
             unet.eval()
             pipe = StableDiffusionPipeline(**{**pipe.components, "unet": unet}, requires_safety_checker=False)
         sizes = [(side, side) for side in options.size[:most]]
-        export_pipeline(pipe, folder, RATIOS[:most], sizes, format="both", method="default")
+        export_pipeline(pipe, folder, RATIOS[:most], sizes, format="both")
     return folder
 
 
