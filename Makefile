@@ -138,7 +138,7 @@ format: $(VENV)/.installed-test ## fix and format with ruff
 RESULTS ?= benchmarks/results
 SCENES = --model examples/scenes_sd --size 256
 BENCH = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/bench.py
-METHODS = --merging method=interlace,ratio=0.5 method=interlace,ratio=0.75 method=interlace,ratio=0.9375 method=todo method=tomesd,ratio=0.5
+METHODS = --merging method=interlace,ratio=0.5 method=interlace,ratio=0.75 method=interlace,ratio=0.9375 method=todo,ratio=0.75 method=tomesd,ratio=0.5
 SD15 = $(BENCH) --architecture sd15 --arms plain tome
 
 bench: $(VENV)/.installed ## measure time and memory of passes, and write their report
