@@ -2,11 +2,12 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from .wording import nearest
 FILE_FORMAT, FILE_VERSION = "ppdiffusers_tome.config", 2
 READ_VERSIONS = (1, FILE_VERSION)  # 1: of releases before 3.0
 LEVELS = (1, 2, 4, 8)
+LARGEST = sys.float_info.max
 LAYERS = ("attn", "crossattn", "mlp")  # each has a `merge_…` setting
 IN_ALL_METHODS = ("ratio", "method", "max_downsample", "min_tokens")
 
@@ -77,6 +79,10 @@ class ToMeConfig:
         >>> ToMeConfig().effective_ratio, ToMeConfig(method="tomesd").effective_ratio
         (0.75, 0.5)
     """
+
+    __pydantic_config__: ClassVar = {
+        "extra": "forbid"
+    }  # in a model of pydantic a wrong name is an error, as in a call
 
     ratio: float | None = None
     method: str = DEFAULT_METHOD
@@ -273,7 +279,7 @@ def _why_no_method(method: Any) -> str:
 def _check_ratio(config: ToMeConfig, method: Method) -> None:
     """Raise ParameterError if the ratio of a config is not one that its method allows with its cells."""
     value: Any = config.ratio
-    if _is_flag(value) or not isinstance(value, Real):
+    if _is_flag(value) or not isinstance(value, Real) or abs(value) > LARGEST:  # what has no float
         raise ParameterError("ratio", value, "it must be a number from 0, and below 1.")
     ratio, largest = config.effective_ratio, method.largest_ratio(config.sx, config.sy)
     of_cells = f"1 - 1/(sx·sy) = {largest:g} for sx={config.sx}, sy={config.sy}"
