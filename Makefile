@@ -113,7 +113,7 @@ test-page: browser $(VENV)/.installed-test build/emoji/tome.json ## test the pag
 	if [ -f build/page/page.png ]; then cp build/page/page.png docs/page.png; fi
 
 build/emoji/tome.json: $(VENV)/.installed
-	$(PY) -m ppdiffusers_tome export --model examples/emoji_sd --output build/emoji --ratio 0.5 0.25 0.75 0 --img2img --merge-map --overwrite
+	$(PY) -m ppdiffusers_tome export --model examples/emoji_sd --output build/emoji --ratio 0.5 0.25 0.75 0 --img2img --overwrite
 
 check: $(VENV)/.installed-test ## run ruff, ruff format and mypy without changes
 	$(PY) -m ruff check .

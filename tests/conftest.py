@@ -220,6 +220,13 @@ def device_is_restored(monkeypatch):
     monkeypatch.setattr(paddle.base.framework, "_current_device", None, raising=False)
 
 
+def groups(plan, batch):
+    """[B, N]: for each token the original position whose merged row it gets."""
+    if not plan.merges:  # nothing merges
+        return np.tile(np.arange(plan.tokens), (batch, 1))
+    return np.take_along_axis(plan.choice.positions.numpy(), plan.choice.merging.sources.numpy(), axis=1)
+
+
 @contextmanager
 def keys_of(attention, tokens):
     """Let an attention layer compute keys and values from these tokens."""

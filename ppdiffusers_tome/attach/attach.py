@@ -24,7 +24,16 @@ from ..families.models import (
 from .attention import AttentionWrap, ProjectionWrap
 from .forward import ensure, remove, wrap_of
 from .layers import MergeWrap
-from .passes import CHUNKED_FEED_FORWARD, Applied, Attachment, BlockWrap, GridWrap, PassWrap, TimestepWrap
+from .passes import (
+    CHUNKED_FEED_FORWARD,
+    Applied,
+    Attachment,
+    BlockWrap,
+    GridWrap,
+    PassWrap,
+    TimestepWrap,
+    TransformerWrap,
+)
 from .placement import Placement, placements
 from .rotary import RotaryAttentionWrap
 
@@ -140,6 +149,8 @@ def _apply(denoiser: nn.Layer, config: ToMeConfig, placed: list[tuple[MergeableB
 def _install(block: MergeableBlock, placement: Placement, attachment: Attachment) -> None:
     if block.timestep_layer is not None:
         ensure(block.timestep_layer, TimestepWrap(attachment))
+    if block.is_in_unet:
+        ensure(block.transformer, TransformerWrap(attachment))
     grid = ensure(block.grid_layer, GridWrap(attachment, block))
     ensure(block.block, BlockWrap(attachment, block, grid))
     if placement.share == 1:

@@ -1,6 +1,6 @@
 """What a forward pass computes: the settings that it has from begin to end, its token grids, and the plans of blocks.
 
-A pass begins when a layer that shows the timestep or a token grid runs again. It takes a snapshot of what merges, so
+A pass begins when one of the layers that come first in a model runs again. It takes a snapshot of what merges, so
 that settings which change meanwhile affect the next pass only. The wrap of a block makes the plan, for as long as the
 block runs; wraps of the layers inside the block move tokens by this plan. What a pass computes is stored per thread.
 """
@@ -207,6 +207,17 @@ class TimestepWrap(PassWrap):
         return self.forward(layer, *args, **kwargs)
 
 
+class TransformerWrap(PassWrap):
+    """Wrap of a transformer inside a UNet, which gradient checkpointing may run again as a whole."""
+
+    begins = True
+    is_recomputed = True
+
+    def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
+        self.enter(layer, _first(args, kwargs))
+        return self.forward(layer, *args, **kwargs)
+
+
 class GridWrap(PassWrap):
     """Wrap of a transformer's first layer: read the token grid.
 
@@ -215,12 +226,10 @@ class GridWrap(PassWrap):
         block: one of the transformer.
     """
 
-    begins = True
-
     def __init__(self, attachment: Attachment, block: MergeableBlock) -> None:
         super().__init__(attachment)
         self._family: Family = block.family
-        self.is_recomputed = block.is_in_unet  # where whole transformers may be checkpointed
+        self.begins = not block.is_in_unet  # in a UNet its transformer does
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         x = _first(args, kwargs)

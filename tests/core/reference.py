@@ -23,65 +23,19 @@ def cosine(a, b):
     return a @ b / (np.sqrt(a @ a) * np.sqrt(b @ b))
 
 
-def windows(h, w, sx, sy, window):
-    """For each token of the grid, (row, column) of its window.
-
-    A window begins at every multiple of `window`, rounded up to a multiple of sx or sy; a remainder without a whole
-    cell belongs to the window before it.
-    """
-    window_x, window_y = window + -window % sx, window + -window % sy  # rounded up to whole cells
-    window_of = []
-    for y in range(h):
-        for x in range(w):
-            row, column = y // window_y, x // window_x
-            while row > 0 and h - row * window_y < sy:
-                row -= 1
-            while column > 0 and w - column * window_x < sx:
-                column -= 1
-            window_of.append((row, column))
-    return window_of
-
-
-def match(tokens, dst, removed, window_of=None):
-    """For one image's tokens [N, C]: {src: dst} for the `removed` most similar pairs, of one window each if given."""
+def match(tokens, dst, removed):
+    """For one image's tokens [N, C]: {src: dst} for the `removed` most similar pairs."""
     if removed == 0:  # also where the grid is smaller than one cell and has no dst
         return {}
     pairs = []
     for src in range(len(tokens)):
         if src in dst:
             continue
-        near = [d for d in dst if window_of is None or window_of[d] == window_of[src]]
-        similarities = [cosine(tokens[src], tokens[d]) for d in near]
+        similarities = [cosine(tokens[src], tokens[d]) for d in dst]
         best = int(np.argmax(similarities))  # the first of equals
-        pairs.append((similarities[best], src, near[best]))
+        pairs.append((similarities[best], src, dst[best]))
     pairs.sort(key=lambda pair: (-pair[0], pair[1]))  # the lowest src of equals first
     return {src: d for _, src, d in pairs[:removed]}
-
-
-def pair_dst(w, sx, sy, dst):
-    """Each dst and a second one of its cell: half a cell further down and right, or else up and left."""
-    pairs = []
-    for position in dst:
-        y, x = position // w, position % w
-        second_y = y + sy // 2 if y % sy < sy // 2 else y - sy // 2
-        second_x = x + sx // 2 if x % sx < sx // 2 else x - sx // 2
-        pairs += [position, second_y * w + second_x]
-    return sorted(pairs)
-
-
-def match_cells(h, w, sx, sy, dst, per_cell=1):
-    """{src: dst} of the same cell, or of the same half of a cell of two dst, an upper and a lower one.
-
-    The tokens of a remainder belong to the last cell of their row or column.
-    """
-    cell_of = []
-    for y in range(h):
-        for x in range(w):
-            row = min(y // sy, h // sy - 1)
-            is_lower_half = per_cell == 2 and y - row * sy >= sy // 2
-            cell_of.append((row, is_lower_half, min(x // sx, w // sx - 1)))
-    dst_of = {cell_of[d]: d for d in dst}
-    return {src: dst_of[cell_of[src]] for src in range(h * w) if src not in dst}
 
 
 def merge(tokens, dst, merged_into):
@@ -103,13 +57,12 @@ def unmerge(kept, merged_into, count):
     return np.stack([kept[merged_into.get(position, position)] for position in range(count)])
 
 
-def roundtrip(x, h, w, sx, sy, removed, dst=None, window=None):
+def roundtrip(x, h, w, sx, sy, removed, dst=None):
     """[B, N, C] -> unmerge(merge(x)), and the group of each token: the position whose value it gets, [B, N]."""
     dst = dst_positions(h, w, sx, sy) if dst is None else [int(d) for d in dst]
-    window_of = None if window is None else windows(h, w, sx, sy, window)
     out, groups = [], []
     for tokens in x:
-        merged_into = match(tokens, dst, removed, window_of)
+        merged_into = match(tokens, dst, removed)
         out.append(unmerge(merge(tokens, dst, merged_into), merged_into, h * w))
         groups.append([merged_into.get(position, position) for position in range(h * w)])
     return np.stack(out), np.array(groups)

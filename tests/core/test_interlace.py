@@ -15,10 +15,10 @@ from zoo.parts import ONE_LEVEL
 from zoo.transformers import dit
 from zoo.videos import unet_3d
 
-from ppdiffusers_tome import Grid, ToMeConfig, ToMeConfigError, merge
+from ppdiffusers_tome import Grid, MergePlan, ToMeConfig, ToMeConfigError, merge
 from ppdiffusers_tome.attach.placement import placements
 from ppdiffusers_tome.families.models import denoisers, find_blocks
-from ppdiffusers_tome.methods.interlace import INTERLACE, interlace_constants, offset_of
+from ppdiffusers_tome.methods.interlace import INTERLACE, offset_of, remaining
 from ppdiffusers_tome.methods.turns import LAST_TIMESTEP, TURNS, Turn, turn_at, turn_table
 
 pytestmark = [
@@ -49,28 +49,21 @@ def kept_by(block, grid, parts, timestep, frame=0):
 @pytest.mark.parametrize("grid", [Grid(8, 8), Grid(9, 14), Grid(4, 4), Grid(7, 5)], ids=str)
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 6, 8, 15])
 def test_each_turn_keeps_its_part_of_every_cell_and_all_tokens_outside_of_cells(grid, parts):
-    constants = interlace_constants(grid, parts, 2)
-    for turn, positions in enumerate(constants.positions.numpy()):
+    kept = remaining(grid, parts, 2).numpy()
+    for turn, positions in enumerate(kept):
         assert positions.tolist() == interlaced(*grid, parts, turn + offset_of(2))
-    counts = np.bincount(constants.positions.numpy().reshape(-1), minlength=grid.tokens).reshape(grid)
+    counts = np.bincount(kept.reshape(-1), minlength=grid.tokens).reshape(grid)
     rows, columns = grid.h // 4 * 4, grid.w // 4 * 4
     assert (counts[:rows, :columns] == parts).all(), "in 16 turns each token of a cell has as many turns as the others"
     assert (counts[rows:] == TURNS).all() and (counts[:, columns:] == TURNS).all()
 
 
 def test_half_is_a_checkerboard_and_a_quarter_is_every_second_row_and_column():
-    first, second = interlace_constants(Grid(4, 4), 8, 0).positions.numpy()[:2]
+    first, second = remaining(Grid(4, 4), 8, 0).numpy()[:2]
     assert first.tolist() == [0, 2, 5, 7, 8, 10, 13, 15]
     assert second.tolist() == [1, 3, 4, 6, 9, 11, 12, 14]
-    quarters = interlace_constants(Grid(4, 4), 4, 0).positions.numpy()[:4].tolist()
+    quarters = remaining(Grid(4, 4), 4, 0).numpy()[:4].tolist()
     assert quarters == [[0, 2, 8, 10], [5, 7, 13, 15], [1, 3, 9, 11], [4, 6, 12, 14]]
-
-
-def test_a_token_that_is_lost_takes_the_nearest_one_of_its_cell():
-    constants = interlace_constants(Grid(6, 8), 4, 0)
-    source = constants.positions.numpy()[0][constants.source.numpy()[0]].reshape(6, 8)
-    assert source[:4].tolist() == [[0, 0, 2, 2, 4, 4, 6, 6]] * 2 + [[16, 16, 18, 18, 20, 20, 22, 22]] * 2
-    np.testing.assert_array_equal(source[4:], np.arange(32, 48).reshape(2, 8))
 
 
 # How many, in which block
@@ -79,7 +72,7 @@ def test_a_token_that_is_lost_takes_the_nearest_one_of_its_cell():
 def shares(denoiser, ratio, **settings):
     """Sixteenths of the keys that each block keeps."""
     placed = placements(denoiser, ToMeConfig(ratio, "interlace", **settings))
-    return [round(16 * (1 - placement.ratio)) for _, placement in placed]
+    return [round(16 * placement.share) for _, placement in placed]
 
 
 @pytest.mark.parametrize(
@@ -95,8 +88,7 @@ def shares(denoiser, ratio, **settings):
 def test_the_last_block_of_a_unet_keeps_twice_the_average(ratio, of_three, of_five):
     config = ToMeConfig(ratio, "interlace")
     for parts in (of_three, of_five):  # as many blocks merge in the bundled models, and in Stable Diffusion 1.5
-        ratios = INTERLACE.ratio_of_blocks(config, len(parts), len(parts) - 1)
-        assert [16 * (1 - one) for one in ratios] == parts
+        assert [16 * share for share in INTERLACE.kept_shares(config, len(parts), len(parts) - 1)] == parts
     unet = make_unet(**ONE_LEVEL)
     *_, last_up, mid = [block.path for block in find_blocks(unet)]
     assert last_up.startswith("up_blocks") and mid.startswith("mid_block"), "which runs before the up blocks"
@@ -139,42 +131,32 @@ def test_a_ratio_that_rounds_to_nothing_names_the_nearest_and_changes_nothing(un
     assert sum(shares(unet, 0.0625)) < 16 * len(shares(unet, 0.0625))
 
 
-@pytest.mark.parametrize("name", sorted(INTERLACE.fixed))
-def test_settings_that_it_lacks_are_refused_by_name(name):
-    other = {"seed": 3, "sx": 4, "sy": 4, "window": 16}.get(name, not INTERLACE.fixed[name])
-    with pytest.raises(ToMeConfigError, match=f"{name}=.* not allowed with method='interlace', which has no {name}"):
-        ToMeConfig(method="interlace", **{name: other})
-
-
 # A pass
 
 
 def keys_seen(model, record):
-    """Record the tokens that the keys of each self-attention are computed from, by the number of the block."""
-    hooks = []
+    """Record the keys of each self-attention, and what they would be for all tokens, by the number of the block."""
+
+    def see(layer, given, keys, number):
+        record(number, (keys.numpy(), paddle.nn.functional.linear(given[0], layer.weight, layer.bias).numpy()))
+
     for block in find_blocks(model):
-        layer = block.block.attn1.to_k
-        hooks.append(layer.register_forward_pre_hook(lambda _, given, number=block.index: record(number, given[0])))
-    return hooks
+        block.block.attn1.to_k.register_forward_post_hook(partial(see, number=block.index))
 
 
 @pytest.mark.parametrize("timestep", TIMESTEPS)
 def test_keys_and_values_are_those_of_the_tokens_whose_turn_it_is(timestep):
     unet = make_unet(**ONE_LEVEL)
-    grid, given, norms = Grid(16, 16), {}, {}
+    grid, seen = Grid(16, 16), {}
     unet.apply_tome(ratio=0.75, method="interlace")
-    for block in find_blocks(unet):
-        block.block.norm1.register_forward_post_hook(
-            lambda _, __, output, number=block.index: norms.setdefault(number, output)
-        )
-    keys_seen(unet, given.setdefault)
+    keys_seen(unet, seen.setdefault)
     arguments = inputs() | {"timestep": paddle.to_tensor([timestep])}
     with paddle.no_grad():
         unet(**arguments)
-    assert sorted(given) == [0, 1, 2, 3]
+    assert sorted(seen) == [0, 1, 2, 3]
     for number, parts in enumerate((3, 3, 8, 3)):
-        positions = kept_by(number, grid, parts, timestep)
-        np.testing.assert_array_equal(given[number].numpy(), norms[number].numpy()[:, positions])
+        keys, of_all = seen[number]
+        np.testing.assert_allclose(keys, of_all[:, kept_by(number, grid, parts, timestep)], atol=1e-5)
 
 
 def at(model, timestep, **changes):
@@ -220,10 +202,7 @@ def test_both_halves_of_guidance_have_the_same_turn_with_one_timestep(plans):
     tiny = ZOO["VQDiffusionPipeline"]()
     tiny.pipe.apply_tome(method="interlace")
     generate(tiny)
-    assert plans
-    for plan in plans:
-        first, second = plan.kept_rows.numpy()
-        np.testing.assert_array_equal(second - plan.tokens, first)
+    assert plans and all(plan.choice.positions.shape[0] == 1 for plan in plans)
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -289,13 +268,15 @@ def test_a_model_whose_timestep_is_not_seen_takes_the_first_turn_and_says_so():
     unet = make_unet(class_embed_type="timestep")  # its layer embeds labels too
     unet.apply_tome(method="interlace")
     assert "timestep cannot be read" in str(unet.tome_summary(height=16, width=16))
-    given = {}
-    keys_seen(unet, given.setdefault)
+    seen = {}
+    keys_seen(unet, seen.setdefault)
     with paddle.no_grad():
         unet(**inputs(), class_labels=paddle.to_tensor([1, 2]))
-    number = next(block.index for block in find_blocks(unet) if block.level == 1)
-    assert given[number].shape[1] < 256
-    unet.apply_tome(method="default")
+    (block, _), *_ = placements(unet, ToMeConfig())
+    keys, of_all = seen[block.index]
+    positions = interlaced(16, 16, shares(unet, 0.75)[0], offset_of(block.index))
+    np.testing.assert_allclose(keys, of_all[:, positions], atol=1e-5)
+    unet.apply_tome(method="todo")
     assert "timestep" not in str(unet.tome_summary(height=16, width=16))
 
 
@@ -343,44 +324,33 @@ def test_threads_have_the_timestep_of_their_own_pass(unet):
 def test_frames_in_a_batch_have_a_turn_each_and_both_halves_of_guidance_the_same():
     video, frames, side = unet_3d(), 3, 8
     video.apply_tome(method="interlace", ratio=0.75)
-    given = {}
-    keys_seen(video, given.setdefault)
-    norms = {}
-    for block in find_blocks(video):
-        block.block.norm1.register_forward_post_hook(
-            lambda _, __, output, number=block.index: norms.setdefault(number, output)
-        )
+    seen = {}
+    keys_seen(video, seen.setdefault)
     with paddle.no_grad():
         video(noise(2, 4, frames, side, side), paddle.to_tensor([481]), noise(2, 5, 32))
     number = next(block.index for block, _ in placements(video, ToMeConfig(0.75, "interlace")))
-    parts = next(shares_of for shares_of in shares(video, 0.75))
-    keys, tokens = given[number].numpy(), norms[number].numpy()
+    keys, of_all = seen[number]
     for row in range(2 * frames):
-        positions = kept_by(number, Grid(side, side), parts, 481, frame=row % frames)
-        np.testing.assert_array_equal(keys[row], tokens[row, positions])
+        positions = kept_by(number, Grid(side, side), shares(video, 0.75)[0], 481, frame=row % frames)
+        np.testing.assert_allclose(keys[row], of_all[row, positions], atol=1e-5)
 
 
 @pytest.mark.parametrize("number", [None, 5])
 def test_frames_of_one_sequence_have_a_turn_each(number):
-    from ppdiffusers_tome.methods.plan import join_frames
-
-    grid, frames = Grid(6, 8), 3
-    turn = Turn(None if number is None else paddle.to_tensor([number]))
-    kept = INTERLACE.kept(grid, ToMeConfig(0.75, "interlace"), (0.75, 0.75))
+    grid, frames, config = Grid(6, 8), 3, ToMeConfig(0.75, "interlace")
+    turn = Turn(None if number is None else paddle.to_tensor([number]), frames)
+    kept = INTERLACE.count_kept(grid, config, 0.25)
     x = noise(2, frames * grid.tokens, 4)
-    constants = INTERLACE.constants(grid, ToMeConfig(0.75, "interlace"), kept, 1)
-    plan = join_frames(INTERLACE.plan(x.reshape([-1, grid.tokens, 4]), constants, kept, turn), frames)
+    constants = INTERLACE.constants(grid, config, kept, 1)
+    choice = INTERLACE.choose(x.reshape([-1, grid.tokens, 4]), constants, kept, turn)
+    plan = MergePlan(choice, grid.tokens, frames)
     positions = [
         frame * grid.tokens + position
         for frame in range(frames)
         for position in interlaced(*grid, 4, (number or 0) + offset_of(1) + frame)
     ]
     np.testing.assert_array_equal(merge(x, plan).numpy(), x.numpy()[:, positions])
-    assert plan.kept == len(positions) == frames * kept.keys
-    expected = np.stack([np.array(positions) + image * frames * grid.tokens for image in range(2)])
-    np.testing.assert_array_equal(plan.kept_rows.numpy(), expected)
-    source = expected.reshape(-1)[plan.source_rows.numpy()].reshape(2 * frames, grid.tokens)
-    assert (source // grid.tokens == np.arange(2 * frames)[:, None]).all(), "a token is one of its own frame"
+    assert plan.kept == len(positions) == frames * kept
 
 
 # tomesd's random dst
@@ -390,7 +360,7 @@ def dst_of(unet, timestep, plans, **settings):
     unet.apply_tome(method="tomesd", **settings)
     plans.clear()
     at(unet, timestep)
-    return [tuple(plan.dst_rows.numpy()) for plan in plans]
+    return [tuple(plan.choice.positions.numpy()[0, : plan.tokens // 4]) for plan in plans]
 
 
 def test_random_dst_of_tomesd_are_others_in_each_step_and_equal_for_equal_seeds(unet, plans):
