@@ -1,15 +1,18 @@
 """Video UNets: pixels merge within each frame, frames never merge, and all frames share their dst positions."""
 
 from functools import partial
+from itertools import pairwise
 
-import numpy as np
 import paddle
 import pytest
+from kept_keys import calls_of_attention, check_calls
 from ppdiffusers import UNetMotionModel
 from ppdiffusers.models.attention_processor import Attention
 from zoo import parts
 from zoo.noise import noise
 from zoo.videos import motion_adapter, unet_3d, unet_hotshot, unet_spatio_temporal
+
+from ppdiffusers_tome import Grid
 
 VIDEOS, FRAMES, SIDE, TEXT = 2, 3, 8, 5
 PIXELS = SIDE * SIDE
@@ -95,12 +98,18 @@ def test_pixels_merge_in_each_frame_and_frames_do_not_merge(model, method, queri
     assert over_pixels == expected
 
 
+def test_attention_has_the_keys_that_remain_in_its_frame(model):
+    with calls_of_attention() as calls:
+        draw(model.apply_tome())
+    check_calls(model, calls, Grid(SIDE, SIDE), frames=FRAMES)
+
+
 def test_frames_have_turns_of_their_own_or_share_dst(model, plans):
-    """With interlace each frame keeps other pixels than the one before, in both videos; the dst of tomesd are shared."""
+    """With interlace each frame keeps other pixels than the one before; with tomesd all frames have the same dst."""
     draw(model.apply_tome())
     for plan in plans:
         positions = [set(row) for row in plan.choice.positions.tolist()]
-        assert len(positions) == FRAMES and all(a != b for a, b in zip(positions, positions[1:], strict=False))
+        assert len(positions) == FRAMES and all(a != b for a, b in pairwise(positions))
     plans.clear()
     draw(model.apply_tome(method="tomesd"))
     assert plans
