@@ -49,7 +49,7 @@ TEXT = 7  # text tokens of the tiny models' inputs
 # as users have.
 MIN_THREADS, tracing.MIN_THREADS = tracing.MIN_THREADS, 1
 
-ONNX_SETTINGS = {"method": "default", "proportional": True, "window": 4}  # of `onnx_folder`
+ONNX_SETTINGS = {"method": "tomesd"}  # of `onnx_folder`
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """Trace and save one program, load it again and compare it with its layer."""
 
+import ctypes
 import functools
 import importlib
 import importlib.util
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import paddle
 from paddle import nn
+from paddle.base import libpaddle
 from paddle.base.proto import framework_pb2
 
 from ..errors import ToMeExportError
@@ -32,6 +34,7 @@ TOLERANCE = 1e-5  # largest relative difference between program and eager, in fp
 # tokens. Wrong kernels differ on all inputs.
 TRIES = 8
 MIN_THREADS = 2  # for the compared programs, so that data races become visible
+MIN_LOG_LEVEL = "_ZN3fLI17FLAGS_minloglevelE"  # the smallest level that Paddle's C++ logs; 2: errors
 CALL_STACK = "op_callstack"  # attribute of an operator in a `.pdmodel` file
 
 
@@ -234,7 +237,7 @@ def write_program(traceable: Traceable, folder: Path, fixed: Mapping[str, int], 
     """
     spec = [{field.name: field.spec(fixed) for field in traceable.inputs}]
     try:
-        with warnings.catch_warnings(), _without_auto_cast():
+        with warnings.catch_warnings(), _logging_errors(), _without_auto_cast():
             warnings.simplefilter("ignore")  # Paddle's tracer warns about code of Paddle and ppdiffusers
             layer = _ByName(traceable.layer)
             layer.eval()
@@ -266,6 +269,21 @@ def _remove_call_stacks(path: Path) -> None:
                 if attribute.name == CALL_STACK:
                     attribute.ClearField("strings")
     path.write_bytes(program.SerializeToString())
+
+
+@contextmanager
+def _logging_errors() -> Iterator[None]:
+    """Let Paddle's C++ log errors only. Paddle 3 warns that programs have no `out=` whenever it traces `arange`."""
+    try:
+        level = ctypes.c_int.in_dll(ctypes.CDLL(libpaddle.__file__), MIN_LOG_LEVEL)
+    except ValueError:  # a build without this flag
+        yield
+        return
+    before, level.value = level.value, max(level.value, 2)
+    try:
+        yield
+    finally:
+        level.value = before
 
 
 @contextmanager
