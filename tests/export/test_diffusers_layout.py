@@ -296,7 +296,7 @@ def test_plain_text_to_image(onnx_folder, tmp_path, tiny, size, sample_size):
 @pytest.mark.parametrize("form", ["plain_form", "fused_form"])
 def test_the_readme_says_what_it_is_and_how_to_load_it(form, request):
     readme = (request.getfixturevalue(form) / "README.md").read_text()
-    assert "ratio 0.5, default, windows of 4" in readme and "40×32 px" in readme and "height=32, width=40" in readme
+    assert "ratio 0.5, tomesd" in readme and "40×32 px" in readme and "height=32, width=40" in readme
     assert 'ORTStableDiffusionPipeline.from_pretrained("FOLDER")' in readme
     assert 'OVStableDiffusionPipeline.from_pretrained("FOLDER", from_onnx=True, dynamic_shapes=False)' in readme
     assert ("exported with `--for onnxruntime`" in readme) == (form == "fused_form")
