@@ -107,7 +107,7 @@ def test_random_damage_of_the_other_files(exported_folder, tmp_path):
         (set_to("files", {}), "is damaged, because it lists no files"),
         (set_to("merging", {}), "merging is unknown or inconsistent"),
         (set_to("merging", "0.5", 0, "ratio", "half"), "merging is unknown or inconsistent"),
-        (set_to("merging", "0.5", 0, "default"), "merging.0.5.0: Input should be a valid dictionary, not 'default'"),
+        (set_to("merging", "0.5", 0, "default"), "merging.0.5.0: Input should be an object, not 'default'"),
         (set_to("pipeline", "Popen"), "pipeline is unknown or inconsistent"),
         (set_to("residuals", 13), "residuals is unknown or inconsistent"),
         (set_to("vae_factor", 5), "vae_factor is unknown or inconsistent"),
