@@ -51,10 +51,9 @@ def test_api_document_has_the_defaults_of_apply_tome():
         of_row = [name.strip().strip("`") for name in names.split(",")]
         documented |= {name: value.strip().strip('`"') for name, value in zip(of_row, values.split(","), strict=True)}
         marked |= {*of_row} if mark else set()
-    own, other = ToMeConfig(), ToMeConfig(method="default")
-    assert marked == {*METHODS[own.method].fixed}
-    settings = {name: getattr(other if name in marked else own, name) for name in vars(own)}
-    settings |= {"config": None, "controlnet": True}
+    own = ToMeConfig()
+    assert marked == {name for name in config.SETTINGS if not METHODS[own.method].has(name)}
+    settings = own.settings() | {"config": None, "controlnet": True}
     assert documented == {name: str(value) for name, value in settings.items()}
 
 
