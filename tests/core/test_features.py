@@ -225,7 +225,14 @@ def next_random():
     return paddle.randn([1]).item()
 
 
-@pytest.mark.parametrize("name", FEATURES)
+OF_BOTH = ("two prompts, three images each", "LoRA", "LoRA fused", "textual inversion")  # as text differs
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [*((FAMILIES[0], name) for name in FEATURES), *((FAMILIES[1], name) for name in OF_BOTH)],
+    indirect=["family"],
+)
 def test_merging_before_and_after_a_feature(family, tiny, name):
     _, plain, merged = family
     pipe, feature_on = tiny.pipe, FEATURES[name]
@@ -252,6 +259,7 @@ def test_merging_before_and_after_a_feature(family, tiny, name):
 # Batches
 
 
+@pytest.mark.parametrize("family", FAMILIES[:1], indirect=True)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("prompts", "images", "guidance"), [(1, 3, 1.0), (2, 2, 7.5)])
 def test_images_of_a_batch_equal_single_images(tiny, prompts, images, guidance, method, plans):
@@ -277,6 +285,7 @@ def test_images_of_a_batch_equal_single_images(tiny, prompts, images, guidance, 
 # Callbacks
 
 
+@pytest.mark.parametrize("family", FAMILIES[:1], indirect=True)
 @pytest.mark.parametrize(("first", "second"), [(0.5, 0.75), (0.5, None), (None, 0.5)])
 def test_callback_changes_the_ratio_or_turns_merging_off(tiny, first, second):
     """The result equals a run with the second ratio that starts from the latents after the first step."""
@@ -463,7 +472,6 @@ def dtypes(unet, dtype):
     ("method", "moves"),  # of attention, cross-attention and feed-forward in a block: merge and unmerge
     [
         ({"method": "tomesd", **ALL_LAYERS}, 6),
-        ({"method": "todo"}, 1),
         ({"method": "interlace"}, 1),
     ],
 )

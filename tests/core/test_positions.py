@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import dst_positions
 
-from ppdiffusers_tome import Grid, choose_dst
+from ppdiffusers_tome import Grid, ToMeConfig, choose_dst
 from ppdiffusers_tome.attach.attach import attached_placements
 from ppdiffusers_tome.attach.forward import wrap_of
 from ppdiffusers_tome.attach.passes import MAX_CACHED, BlockWrap
@@ -143,8 +143,8 @@ def test_constants_leave_with_the_wraps_of_their_model(method, monkeypatch):
     assert count_live("one") == kept > 0
     one.remove_tome()
     assert (count_live("one"), count_live("other")) == (0, kept)
-    other.apply_tome(ratio=0.25)
-    assert count_live("other") == 0
+    other.apply_tome(ratio=0.25)  # only the table of turns stays, which does not depend on settings
+    assert count_live("other") == ToMeConfig(method=method).takes_turns
 
 
 def test_constants_of_a_block_are_bounded_and_those_used_last_stay():
