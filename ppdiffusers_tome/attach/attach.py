@@ -143,7 +143,11 @@ def _apply(denoiser: nn.Layer, config: ToMeConfig, placed: list[tuple[MergeableB
     attachment = _attachment_of(denoiser) or Attachment()
     for block, placement in placed:
         _install(block, placement, attachment)
-    attachment.applied = Applied(config, {block.index: placement for block, placement in placed})
+    before, attachment.applied = attachment.applied, Applied(config, {block.index: one for block, one in placed})
+    if before is not None and before.config != config:
+        for layer in denoiser.sublayers(include_self=True):
+            if isinstance(wrap := wrap_of(layer), BlockWrap):
+                wrap.forget_constants()
 
 
 def _install(block: MergeableBlock, placement: Placement, attachment: Attachment) -> None:

@@ -55,6 +55,11 @@ class Cache:
     def __len__(self) -> int:
         return len(self._values)
 
+    def clear(self) -> None:
+        """Forget all values."""
+        with self._lock:
+            self._values.clear()
+
     def get(self, key: Hashable, build: Callable[[], Value]) -> Value:
         """The value of a key, which `build` returns if it is not there."""
         with self._lock:
@@ -291,6 +296,10 @@ class BlockWrap(PassWrap):
         self._index, self._family, self._facts = block.index, block.family, block.facts
         self._grid = grid
         self._constants, self._tables = Cache(), Cache()
+
+    def forget_constants(self) -> None:
+        """Free the constants of earlier settings; a pass that still needs them builds them again."""
+        self._constants.clear()
 
     def is_like(self, other: PassWrap) -> bool:
         return super().is_like(other) and isinstance(other, BlockWrap) and self._index == other._index

@@ -13,7 +13,7 @@ import numpy as np
 import paddle
 import ppdiffusers
 import pytest
-from conftest import groups, inputs
+from conftest import inputs
 from paddle import nn
 from ppdiffusers.models.attention_processor import XFormersAttnProcessor
 from ppdiffusers.utils import paddle_utils
@@ -22,6 +22,7 @@ from zoo.noise import noise
 
 from ppdiffusers_tome import MergePlan, ToMeConfigError
 from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.methods import METHODS
 
 pytestmark = [
     # ppdiffusers' pipelines warn about their deprecated arguments and classes, and use a deprecated log function.
@@ -224,7 +225,14 @@ def next_random():
     return paddle.randn([1]).item()
 
 
-@pytest.mark.parametrize("name", FEATURES)
+OF_BOTH = ("two prompts, three images each", "LoRA", "LoRA fused", "textual inversion")  # as text differs
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [*((FAMILIES[0], name) for name in FEATURES), *((FAMILIES[1], name) for name in OF_BOTH)],
+    indirect=["family"],
+)
 def test_merging_before_and_after_a_feature(family, tiny, name):
     _, plain, merged = family
     pipe, feature_on = tiny.pipe, FEATURES[name]
@@ -251,7 +259,8 @@ def test_merging_before_and_after_a_feature(family, tiny, name):
 # Batches
 
 
-@pytest.mark.parametrize("method", ["interlace", "default"])
+@pytest.mark.parametrize("family", FAMILIES[:1], indirect=True)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("prompts", "images", "guidance"), [(1, 3, 1.0), (2, 2, 7.5)])
 def test_images_of_a_batch_equal_single_images(tiny, prompts, images, guidance, method, plans):
     texts, start = [FOX, BEAR, CRAB][:prompts], noise(prompts * images, 4, 8, 8)
@@ -265,16 +274,18 @@ def test_images_of_a_batch_equal_single_images(tiny, prompts, images, guidance, 
         np.testing.assert_allclose(latent, single[0], atol=1e-4)
     batch = prompts * images * (1 if guidance == 1.0 else 2)
     assert of_batch
-    for plan in of_batch if method == "default" else ():  # one dst pattern for all images, but different pairs
-        dst = plan.dst_rows.numpy().reshape(batch, -1) - plan.tokens * np.arange(batch)[:, None]
-        assert (dst == dst[0]).all()
-        pairs = groups(plan, batch)
-        assert any((pairs[i] != pairs[0]).any() for i in range(1, batch))
+    for plan in of_batch:
+        positions, merging = plan.choice.positions.numpy(), plan.choice.merging
+        assert len(positions) == (1 if merging is None else batch)
+        if merging is not None:  # one dst pattern for all images, but different pairs
+            assert (np.sort(positions[:, :4]) == np.sort(positions[:1, :4])).all()
+            assert any((sources != merging.sources.numpy()[0]).any() for sources in merging.sources.numpy()[1:])
 
 
 # Callbacks
 
 
+@pytest.mark.parametrize("family", FAMILIES[:1], indirect=True)
 @pytest.mark.parametrize(("first", "second"), [(0.5, 0.75), (0.5, None), (None, 0.5)])
 def test_callback_changes_the_ratio_or_turns_merging_off(tiny, first, second):
     """The result equals a run with the second ratio that starts from the latents after the first step."""
@@ -342,7 +353,8 @@ def test_feed_forward_chunks_of_models_that_have_them(model):
             return generate(tiny, num_inference_steps=1, output_type="latent")
 
     plain = output()
-    tiny.pipe.apply_tome(method="default")
+    method = "tomesd" if find_blocks(denoiser)[0].merges_queries else "interlace"
+    tiny.pipe.apply_tome(method=method)
     merged = output()
     assert np.abs(merged - plain).max() > 1e-4
     denoiser.enable_forward_chunking(1, dim=0)
@@ -354,19 +366,21 @@ def test_feed_forward_chunks_of_models_that_have_them(model):
     if model != "UNetSpatioTemporalConditionModel":  # whose chunks go through another layer, a bug in ppdiffusers
         np.testing.assert_allclose(chunked, merged, atol=1e-4)
         np.testing.assert_allclose(chunked_plain, plain, atol=1e-4)
-    with pytest.raises(ToMeConfigError, match=r"merge_mlp=True .* turn chunking off"):
-        tiny.pipe.apply_tome(method="default", merge_mlp=True)
-    np.testing.assert_array_equal((tiny.pipe.apply_tome(method="default"), output())[1], chunked)
+    if method == "tomesd":
+        with pytest.raises(ToMeConfigError, match=r"merge_mlp=True .* turn chunking off"):
+            tiny.pipe.apply_tome(method=method, merge_mlp=True)
+    np.testing.assert_array_equal((tiny.pipe.apply_tome(method=method), output())[1], chunked)
     for layer in denoiser.sublayers():  # two of the four have no disable_forward_chunking()
         if hasattr(layer, "set_chunk_feed_forward"):
             layer.set_chunk_feed_forward(None)
     np.testing.assert_array_equal(output(), merged)
-    tiny.pipe.apply_tome(method="default", merge_mlp=True)
-    assert np.abs(output() - merged).max() > 1e-4
-    for dim in (0, 1):
-        denoiser.enable_forward_chunking(1, dim=dim)
-        with pytest.raises(ToMeConfigError, match=r"merge_mlp=True .* turn chunking off"):
-            output()
+    if method == "tomesd":
+        tiny.pipe.apply_tome(method=method, merge_mlp=True)
+        assert np.abs(output() - merged).max() > 1e-4
+        for dim in (0, 1):
+            denoiser.enable_forward_chunking(1, dim=dim)
+            with pytest.raises(ToMeConfigError, match=r"merge_mlp=True .* turn chunking off"):
+                output()
 
 
 # Half precision
@@ -376,7 +390,7 @@ HALF = (paddle.float16, paddle.bfloat16)
 OPERATORS = ("__add__", "__radd__", "__mul__", "__rmul__", "__sub__", "__truediv__", "__matmul__", "matmul")
 NORMS = ("layer_norm", "group_norm", "softmax")
 KERNELS = ("add", "concat", "conv2d", "gelu", "linear", "matmul", "nearest_interp", "shape", "silu", *NORMS)
-ALL_LAYERS = {"merge_crossattn": True, "merge_mlp": True, "proportional": True}
+ALL_LAYERS = {"merge_crossattn": True, "merge_mlp": True}
 AUTOCAST = ("linear", "conv2d", "matmul", "__matmul__")  # what runs in half precision at level O1
 
 
@@ -457,9 +471,7 @@ def dtypes(unet, dtype):
 @pytest.mark.parametrize(
     ("method", "moves"),  # of attention, cross-attention and feed-forward in a block: merge and unmerge
     [
-        ({"method": "default", "window": 4, **ALL_LAYERS}, 7),
-        ({"method": "symmetric", "window": 4, **ALL_LAYERS}, 6),
-        ({"method": "todo", "use_rand": True, **ALL_LAYERS}, 5),
+        ({"method": "tomesd", **ALL_LAYERS}, 6),
         ({"method": "interlace"}, 1),
     ],
 )
@@ -483,7 +495,7 @@ def test_models_in_half_precision_stay_in_it(unet, half, autocast, method, moves
     assert merged == plain != full
     assert len(moved) == moves * 7 and all(dtype_in == dtype_out for dtype_in, dtype_out in moved)
     expected = {half, "float32"} if autocast else {half}
-    if autocast and method["method"] == "interlace":
+    if autocast and method["method"] != "tomesd":
         expected = {"float32"}  # only the output of a norm moves, to keys and values
     assert {str(dtype_in).split(".")[-1] for dtype_in, _ in moved} == expected
     assert np.abs(after - before).max() > 1e-3

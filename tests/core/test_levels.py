@@ -43,9 +43,8 @@ def test_attention_to_text_only_is_not_self_attention():
     plain = run(unet)
     assert {block.level for block in tome_summary(unet.apply_tome()).blocks} == {2}
     assert np.abs(run(unet) - plain).max() > 1e-4
-    assert {block.level for block in tome_summary(unet.apply_tome(method="default", merge_crossattn=True)).blocks} == {
-        1
-    }
+    summary = tome_summary(unet.apply_tome(method="tomesd", merge_crossattn=True))
+    assert {block.level for block in summary.blocks} == {1}
     with pytest.raises(NoMergeableLayerError, match=r"at level 2 \(4\)"):
         unet.apply_tome(max_downsample=1)
 

@@ -54,7 +54,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("method", ["interlace", "default", "symmetric", "kv"])
+@pytest.mark.parametrize("method", ["interlace", "todo"])
 @pytest.mark.parametrize("name", CASES)
 def test_pipeline(name, method, tmp_path):
     make, family = CASES[name]
@@ -72,9 +72,8 @@ def test_pipeline(name, method, tmp_path):
     assert not np.allclose(merged, plain, atol=1e-3)
     summary = pipe.tome_summary(96, 128, frames=3)
     assert {block.grid for block in summary.blocks} == {(6, 8)}
-    kept = {{"default": (39, 16), "interlace": (48, 24)}.get(method, (24, 24))}
-    kept |= {(24, 24)} if name == "FLUX" and method == "default" else set()  # single-stream blocks merge as a whole
-    assert {(block.kept, block.kept_keys) for block in summary.blocks} == kept
+    keys = {"interlace": 24, "todo": 12}[method]  # interlace keeps tokens outside of its cells of 4×4
+    assert {(block.kept, block.kept_keys) for block in summary.blocks} == {(48, keys)}
     assert 0 < summary.saved_share < 1
     with pytest.raises(ToMeExportError, match=f"{type(pipe).__name__} cannot be exported: only StableDiffusion"):
         export_pipeline(pipe, tmp_path / "exported")

@@ -6,7 +6,14 @@ import pytest
 from conftest import traces
 from paddle import nn
 
-from ppdiffusers_tome import Grid, NoMergeableLayerError, apply_tome, match_tokens, merge, remove_tome, tome_summary
+from ppdiffusers_tome import (
+    Grid,
+    NoMergeableLayerError,
+    ToMeConfigError,
+    apply_tome,
+    remove_tome,
+    tome_summary,
+)
 from ppdiffusers_tome.families import table
 from ppdiffusers_tome.families.table import Attention, Block, Family, Projections
 from ppdiffusers_tome.methods import METHODS
@@ -93,12 +100,10 @@ def run(model, h=12, w=20):
     return model(paddle.to_tensor(np.random.RandomState(0).standard_normal((2, 4, h, w)).astype("float32"))).numpy()
 
 
-@pytest.mark.parametrize(
-    "settings", [{"method": name} for name in METHODS] + [{"method": "default", "merge_mlp": True}], ids=str
-)
-def test_plain_applied_removed(tower, settings):
+@pytest.mark.parametrize("method", [name for name in METHODS if not METHODS[name].merges_queries])
+def test_plain_applied_removed(tower, method):
     before, plain = traces(tower), run(tower)
-    merged = run(apply_tome(tower, **settings))
+    merged = run(apply_tome(tower, method=method))
     assert merged.shape == plain.shape and np.abs(merged - plain).max() > 1e-4
     summary = tome_summary(tower, 12, 20)
     assert [(block.path, block.grid) for block in summary.blocks] == [(f"floors.{i}", Grid(6, 10)) for i in range(2)]
@@ -106,24 +111,27 @@ def test_plain_applied_removed(tower, settings):
     assert traces(tower) == before
 
 
+@pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].merges_queries])
+def test_methods_that_merge_queries_are_refused(tower, method):
+    before = traces(tower)
+    with pytest.raises(ToMeConfigError, match=f"method='{method}' is not allowed in Tower: it merges in .* of UNets"):
+        apply_tome(tower, method=method)
+    assert traces(tower) == before
+
+
 @paddle.no_grad()
-def test_the_attention_is_that_over_merged_tokens(tower):
-    """Without sizes, the model's own attention over merged tokens is the oracle."""
-    seen = {}
-    mixer, block = tower.floors[0].mixer, tower.floors[0]
-    handles = [
-        block.register_forward_pre_hook(lambda layer, args: seen.update(metric=args[0])),
-        mixer.register_forward_post_hook(lambda layer, args, out: seen.update(tokens=args[0], out=out)),
-    ]
-    run(apply_tome(tower, 0.75, method="kv", proportional=False, window=None))
-    for handle in handles:
-        handle.remove()
+def test_keys_and_values_are_those_of_the_tokens_that_remain(tower):
+    """The model's own attention is the oracle: with todo, of every second row and column."""
+    seen, mixer = {}, tower.floors[0].mixer
+    handle = mixer.register_forward_post_hook(lambda layer, args, out: seen.update(tokens=args[0], out=out))
+    run(apply_tome(tower, method="todo"))
+    handle.remove()
     remove_tome(tower)
-    plan = match_tokens(seen["metric"], Grid(6, 10), removed=45, random_key=(0, 0))
-    keys, tokens = merge(seen["tokens"], plan), seen["tokens"]
+    tokens = seen["tokens"]
+    remaining = tokens.reshape([2, 6, 10, CHANNELS])[:, ::2, ::2].flatten(1, 2)
     query, key, value = (
         part(x).reshape([0, 0, COUNT, -1]).transpose([0, 2, 1, 3])
-        for part, x in ((mixer.ask, tokens), (mixer.offer, keys), (mixer.content, keys))
+        for part, x in ((mixer.ask, tokens), (mixer.offer, remaining), (mixer.content, remaining))
     )
     weights = nn.functional.softmax(paddle.matmul(query, key, transpose_y=True) * mixer.factor, axis=-1)
     expected = mixer.collect(paddle.matmul(weights, value).transpose([0, 2, 1, 3]).flatten(2))

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import dst_positions
 
-from ppdiffusers_tome import Grid, choose_dst
+from ppdiffusers_tome import Grid, ToMeConfig, choose_dst
+from ppdiffusers_tome.attach.attach import attached_placements
 from ppdiffusers_tome.attach.forward import wrap_of
 from ppdiffusers_tome.attach.passes import MAX_CACHED, BlockWrap
 from ppdiffusers_tome.families.models import find_blocks
-from ppdiffusers_tome.methods import cells, pairs
+from ppdiffusers_tome.methods import METHODS, todo, tomesd
 from ppdiffusers_tome.methods.turns import turn_table
 
 
@@ -70,18 +71,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"method": "interlace"},
-        {"method": "tomesd"},
-        {"method": "default", "window": 8},
-        {"method": "kv", "proportional": True},
-        {"method": "default", "window": 4, "proportional": True},
-        {"method": "todo", "use_rand": True},
-        {"method": "todo", "ratio": 0.5},
-        {"method": "default", "use_rand": False},
-    ],
-    ids=str,
+    "settings", [*({"method": name} for name in METHODS), {"method": "tomesd", "use_rand": False}]
 )
 def test_a_steady_pass_does_no_host_work_and_copies_nothing_to_the_device(settings, monkeypatch):
     unet, counts = make_unet(), {}
@@ -102,8 +92,8 @@ def test_a_steady_pass_does_no_host_work_and_copies_nothing_to_the_device(settin
     for name in CALLS["numpy"]:
         count(np, name)
     count(np.random, "RandomState")
-    count(cells, "choose_dst")
-    count(pairs, "choose_dst")
+    count(todo, "choose_dst")
+    count(tomesd, "choose_dst")
 
     def counted():
         counts.clear()
@@ -115,7 +105,7 @@ def test_a_steady_pass_does_no_host_work_and_copies_nothing_to_the_device(settin
     unet.apply_tome(**settings)
     first, second = counted(), counted()
     assert first["to_tensor"] > plain.get("to_tensor", 0)
-    assert ("choose_dst" in first) == (settings["method"] != "interlace")
+    assert ("choose_dst" in first) == METHODS[settings["method"]].has("sx")
     assert second == plain  # what ppdiffusers itself does
 
 
@@ -123,7 +113,7 @@ def block_wraps(unet):
     return [wrap_of(block.block) for block in find_blocks(unet) if isinstance(wrap_of(block.block), BlockWrap)]
 
 
-@pytest.mark.parametrize("method", ["interlace", "default", "tomesd", "todo"])
+@pytest.mark.parametrize("method", METHODS)
 def test_constants_leave_with_the_wraps_of_their_model(method, monkeypatch):
     """The constants of the model without merging leave; those of another model stay."""
     constants = {"one": [], "other": []}
@@ -153,8 +143,8 @@ def test_constants_leave_with_the_wraps_of_their_model(method, monkeypatch):
     assert count_live("one") == kept > 0
     one.remove_tome()
     assert (count_live("one"), count_live("other")) == (0, kept)
-    other.apply_tome(ratio=0.25)
-    assert count_live("other") == 0
+    other.apply_tome(ratio=0.25)  # only the table of turns stays, which does not depend on settings
+    assert count_live("other") == ToMeConfig(method=method).takes_turns
 
 
 def test_constants_of_a_block_are_bounded_and_those_used_last_stay():
@@ -167,14 +157,13 @@ def test_constants_of_a_block_are_bounded_and_those_used_last_stay():
 
 def test_each_grid_has_its_own_constants(plans):
     """Also grids of as many tokens; and a copy of a model starts without any."""
-    unet = make_unet().apply_tome(method="default")
+    unet = make_unet().apply_tome(method="todo")
     for _ in range(2):
         for h, w in ((16, 12), (12, 16)):
             plans.clear()
             run(unet, h=h, w=w)
-            for plan, wrap in zip(plans, block_wraps(unet), strict=True):
-                dst = choose_dst(Grid(h, w), random_key=(0, wrap.placement.index))
-                assert plan.dst_rows.numpy()[: len(dst)].tolist() == dst.tolist()
+            dst = choose_dst(Grid(h, w)).tolist()
+            assert [plan.choice.positions.tolist() for plan in plans] == [[dst]] * len(block_wraps(unet))
     assert {len(wrap._constants) for wrap in block_wraps(unet)} == {2}
     assert {len(wrap._constants) for wrap in block_wraps(copy.deepcopy(unet))} == {0}
 
@@ -182,12 +171,13 @@ def test_each_grid_has_its_own_constants(plans):
 def test_random_dst_of_tomesd_are_those_of_the_timestep_whatever_ran_before(plans):
     """A block keeps those of all turns of a grid."""
     unet, table = make_unet().apply_tome(method="tomesd", seed=3), turn_table()
+    indices = [block.index for block, _ in attached_placements(unet)]
     assert len({int(table[timestep]) for timestep in (999, 501, 10)}) == 3
     for model in (unet, copy.deepcopy(unet)):
         for timestep in (999, 501, 999, 10):
             plans.clear()
             run(model, timestep=timestep)
-            for plan, wrap in zip(plans, block_wraps(model), strict=True):
-                dst = choose_dst(Grid(16, 16), random_key=(3, wrap.placement.index, int(table[timestep])))
-                assert plan.dst_rows.numpy().reshape(2, -1).tolist() == [dst.tolist(), (dst + 256).tolist()]
+            for plan, index in zip(plans, indices, strict=True):
+                dst = choose_dst(Grid(16, 16), random_key=(3, index, int(table[timestep]))).tolist()
+                assert plan.choice.positions[:, : len(dst)].tolist() == [dst, dst]
     assert {len(wrap._constants) for wrap in block_wraps(unet)} == {1}
