@@ -128,6 +128,12 @@ class Attachment:
         self._thread.current = one
         return one
 
+    def leave_out(self, index: int) -> None:
+        """Let a block merge no more; without any, nothing is applied."""
+        if self.applied is not None:
+            rest = {number: one for number, one in self.applied.placements.items() if number != index}
+            self.applied = Applied(self.applied.config, rest) if rest else None
+
     def begin(self) -> Pass:
         """Begin a pass in this thread."""
         return self.continue_with(Pass(self.applied, self.current))
@@ -293,7 +299,7 @@ class BlockWrap(PassWrap):
 
     def __init__(self, attachment: Attachment, block: MergeableBlock, grid: GridWrap) -> None:
         super().__init__(attachment)
-        self._index, self._family, self._facts = block.index, block.family, block.facts
+        self.index, self._family, self._facts = block.index, block.family, block.facts
         self._grid = grid
         self._constants, self._tables = Cache(), Cache()
 
@@ -302,7 +308,7 @@ class BlockWrap(PassWrap):
         self._constants.clear()
 
     def is_like(self, other: PassWrap) -> bool:
-        return super().is_like(other) and isinstance(other, BlockWrap) and self._index == other._index
+        return super().is_like(other) and isinstance(other, BlockWrap) and self.index == other.index
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         name = self._facts.tokens
@@ -311,7 +317,7 @@ class BlockWrap(PassWrap):
         tokens, others = (args[0], args[1:]) if args else (kwargs[name], ())
         one = self.enter(layer, tokens)
         applied = self.attachment.applied if one is None else one.applied
-        placement = None if applied is None else applied.placements.get(self._index)
+        placement = None if applied is None else applied.placements.get(self.index)
         plan = None
         if placement is not None and placement.share < 1:
             if placement.config.merge_mlp and is_chunked(layer, self._facts):
@@ -376,7 +382,7 @@ class BlockWrap(PassWrap):
         """The constants of a grid, cached by device; a traced program gets its own."""
 
         def build() -> Any:
-            return placement.method.constants(grid, placement.config, kept, self._index)
+            return placement.method.constants(grid, placement.config, kept, self.index)
 
         if not paddle.in_dynamic_mode():
             return build()
