@@ -325,6 +325,8 @@ def controlnet_config(common: ToMeConfig, controlnet: Any) -> ToMeConfig | None:
     """The config for ControlNets, given the common one; None leaves them plain. Raises as `apply_tome` does."""
     if isinstance(controlnet, bool):
         return common if controlnet else None
+    if controlnet is None:  # as a ratio it is the method's own
+        raise ParameterError("controlnet", controlnet, "it must be True, False or a ratio.")
     try:
         return common.with_settings(ratio=controlnet)
     except ParameterError as error:

@@ -408,8 +408,11 @@ def test_the_config_of_a_controlnet():
     assert controlnet_config(ToMeConfig(method="todo"), 0.5) == ToMeConfig(0.5, "todo")
     with pytest.raises(ToMeConfigError, match=r"controlnet=0.6 is not allowed: method='todo' allows 0\.5, 0\.75 or 0"):
         controlnet_config(ToMeConfig(method="todo"), 0.6)
-    with pytest.raises(ToMeConfigError, match="controlnet='half' is not allowed: it must be True, False or a ratio"):
-        controlnet_config(config, "half")
+    for wrong in ("half", None):
+        with pytest.raises(
+            ToMeConfigError, match=f"controlnet={wrong!r} is not allowed: it must be True, False or a ra"
+        ):
+            controlnet_config(config, wrong)
 
 
 # In a model of pydantic's
