@@ -78,9 +78,8 @@ class ToMeConfig:
         (0.75, 0.5)
     """
 
-    __pydantic_config__: ClassVar = {
-        "extra": "forbid"
-    }  # in a model of pydantic a wrong name is an error, as in a call
+    # In a model of pydantic a wrong name is an error, as in a call.
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     ratio: float | None = None
     method: str = DEFAULT_METHOD
