@@ -22,7 +22,7 @@ if mode != "weights":
     pipe(["a 3d render of owl on grass", prompt], num_inference_steps=10)  # for the range of activations
     data, config.num_samples = {"unet": nncf.Dataset(inputs)}, len(inputs)
     products = [op for op in pipe.unet.model.get_ops() if op.get_type_name() == "MatMul"]
-    # The product that compares tokens, as the method "default" does; "interlace" has none.
+    # The product that compares tokens, as the method "tomesd" does; "interlace" has none.
     similarity = [op for op in products if op.input_value(1).get_node().get_type_name() != "Constant"]
     config.ignored_scope = {"names": [op.get_friendly_name() for op in similarity]}
 parts = intel.OVPipelineQuantizationConfig({"unet": config}, intel.OVWeightQuantizationConfig(bits=8))

@@ -102,7 +102,7 @@ def test_notebook_runs_whole(notebook, monkeypatch, tmp_path):
     assert len(set(shown)) == 2 * 5
     assert "hubs that answer: not asked" in text
     assert text.index("examples/emoji_sd, 64 px, 2 steps") < text.index("examples/emoji_sd, 32 px, 2 steps")
-    arms = ["plain", "interlace 0.5", "interlace 0.75", "interlace 0.875", "default 0.5", "todo 0.75"]
+    arms = ["plain", "interlace 0.5", "interlace 0.75", "interlace 0.875", "todo 0.75", "tomesd 0.5"]
     assert [title for title, _, _ in rows] == 2 * arms
     rows = rows[: len(arms)]
     memory, distances = zip(*((float(memory), float(psnr)) for _, memory, psnr in rows), strict=True)
