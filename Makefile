@@ -37,7 +37,7 @@ LINK_LIBGOMP := mkdir -p $(LIBGOMP) && ln -sf ../$$(cd $(VENV)/lib && ls python3
 export LD_LIBRARY_PATH := $(LIBGOMP)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-install test-newer test-ray test-optimum browser test-page check docs format bench bench-speed bench-quality alternatives figures load fuzz lock dist clean
+.PHONY: help venv demo test test-all test-install test-newer test-ray test-optimum browser test-page check docs format bench alternatives figures load fuzz lock dist clean
 
 help: ## list the targets
 	@echo 'make TARGET [STACK=paddle3|paddle2|gpu] [ARGS="..."] [PYTHON=python3.x]'
@@ -113,7 +113,7 @@ test-page: browser $(VENV)/.installed-test build/emoji/tome.json ## test the pag
 	if [ -f build/page/page.png ]; then cp build/page/page.png docs/page.png; fi
 
 build/emoji/tome.json: $(VENV)/.installed
-	$(PY) -m ppdiffusers_tome export --model examples/emoji_sd --output build/emoji --ratio 0.5 0.25 0.75 0 --img2img --merge-map --overwrite
+	$(PY) -m ppdiffusers_tome export --model examples/emoji_sd --output build/emoji --ratio 0.5 0.25 0.75 0 --img2img --overwrite
 
 check: $(VENV)/.installed-test ## run ruff, ruff format and mypy without changes
 	$(PY) -m ruff check .
@@ -133,46 +133,29 @@ format: $(VENV)/.installed-test ## fix and format with ruff
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-# The committed results: hours on two cores. Run a target again to resume it after it was killed.
+# The committed results of passes: an hour on two cores. Run it again to resume it after it was killed.
 #   RESULTS=...      folder for the results; the reports go to its parent
-#   TORCH_PYTHON=... interpreter with torch, diffusers and tomesd; without it, the quality report has no images of tomesd on PyTorch
 RESULTS ?= benchmarks/results
-TORCH_PYTHON ?=
-TORCH := $(if $(TORCH_PYTHON),--torch-python $(TORCH_PYTHON))
-BENCH = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/bench.py
-SD15_EXPORTED = $(BENCH) --architecture sd15 --arms plain tome --merging method=default,ratio=0.5 method=default,ratio=0.75 method=todo --threads 2
-EMOJI = $(BENCH) --model examples/emoji_sd --size 256 --method default symmetric --threads 1
-EVALUATE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/evaluate.py
 SCENES = --model examples/scenes_sd --size 256
+BENCH = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/bench.py
+METHODS = --merging method=interlace,ratio=0.5 method=interlace,ratio=0.75 method=interlace,ratio=0.9375 method=todo,ratio=0.75 method=tomesd,ratio=0.5
+SD15 = $(BENCH) --architecture sd15 --arms plain tome
 
-bench: $(VENV)/.installed-test bench-speed bench-quality ## make the committed results and their reports: hours
-
-bench-speed: $(VENV)/.installed ## measure time and memory, and write their report
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/ops.py --output $(RESULTS)
-	$(BENCH) --architecture sd15 --size 512 --arms plain tome --rounds 2 --threads 1 --output $(RESULTS)/sd15_eager.json
-	$(SD15_EXPORTED) --size 512 --backend onnxruntime openvino openvino-bf16 --rounds 4 --output $(RESULTS)/sd15_exported_512.json
-	$(SD15_EXPORTED) --size 768 --backend onnxruntime --rounds 4 --output $(RESULTS)/sd15_exported_768.json
-	$(EMOJI) --backend eager predictor onnxruntime openvino openvino-bf16 --arms plain memory-efficient tome both built-in limit --rounds 5 --output $(RESULTS)/emoji_unet.json
-	$(EMOJI) --backend onnxruntime openvino openvino-bf16 --arms plain tome --rounds 7 --output $(RESULTS)/emoji_unet_again.json
-	$(BENCH) $(SCENES) --arms plain tome --merging method=interlace,ratio=0.5 method=interlace,ratio=0.75 method=interlace,ratio=0.9375 method=default,ratio=0.5 method=todo method=tomesd,ratio=0.5 --rounds 3 --threads 1 --output $(RESULTS)/scenes_unet.json
-	$(BENCH) report $$(ls $(RESULTS)/*.json | grep -v -e /alternatives_ -e /program_memory_ -e /gpu_) --output $(RESULTS)/..
-
-# REAL=... is a folder of scenes that the model was not trained on, with which KID compares too:
-# python examples/scenes_sd/training/scenes.py THINGS --output build/fresh_scenes --first 10000 --count 2000
-REAL ?=
-QUALITY = build/evaluate_scenes
-
-bench-quality: $(VENV)/.installed-test ## measure the quality of merged images, and write its report
-	$(EVALUATE) $(SCENES) --count 256 --ratio 0.25 0.5 0.75 --threads 1 $(if $(REAL),--real $(REAL)) --merging method=tomesd,ratio=0.5 --output $(QUALITY)
-	$(if $(TORCH_PYTHON),OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/tomesd_quality.py $(QUALITY) --ratio 0.5 $(TORCH))
-	mkdir -p $(RESULTS) && cp $(QUALITY)/quality.json $(RESULTS)/quality_scenes.json
-	$(EVALUATE) report $(RESULTS)/quality_scenes.json --images $(QUALITY) --output $(RESULTS)/..
+bench: $(VENV)/.installed ## measure time and memory of passes, and write their report
+	$(BENCH) $(SCENES) --backend eager predictor onnxruntime openvino openvino-bf16 --arms plain memory-efficient tome both built-in $(METHODS) --rounds 3 --threads 1 --output $(RESULTS)/scenes_unet.json
+	$(BENCH) $(SCENES) --backend onnxruntime openvino openvino-bf16 --arms plain tome $(METHODS) --rounds 5 --threads 1 --output $(RESULTS)/scenes_unet_again.json
+	$(BENCH) --model examples/scenes_sd --size 128 192 256 --batch 2 4 --arms plain tome --ratio 0.5 0.75 0.9375 --rounds 3 --threads 1 --output $(RESULTS)/scenes_sizes.json
+	$(SD15) --size 512 --rounds 2 --threads 1 --output $(RESULTS)/sd15_eager.json
+	$(SD15) --size 512 --ratio 0.5 0.75 --backend onnxruntime openvino openvino-bf16 --rounds 3 --threads 2 --output $(RESULTS)/sd15_exported_512.json
+	$(SD15) --size 768 --backend onnxruntime --rounds 3 --threads 2 --output $(RESULTS)/sd15_exported_768.json
+	OMP_NUM_THREADS=1 $(PY) benchmarks/sdxl_blocks.py --rounds 5 --output $(RESULTS)/sdxl_blocks.json
+	$(BENCH) report $(RESULTS)/*.json --output $(RESULTS)/..
 
 # A result of these images and sources is continued, and any other is replaced. RESULTS=build/alternatives/results keeps it.
 ALTERNATIVES = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/alternatives.py
 
 MORE_ARMS = --only "interlace 0.5" "interlace 0.75" "interlace 0.875" "tomesd 0.5" "tomesd 0.25"
-VARIANT_ARMS = --only "interlace 0.5" "interlace 0.75" "default 0.5" "todo 0.75" "tomesd 0.5"
+VARIANT_ARMS = --only "interlace 0.5" "interlace 0.75" "todo 0.75" "tomesd 0.5"
 
 alternatives: $(VENV)/.installed-test ## compare merging with fewer steps, cached features and both by whole images, and write their page: hours
 	for mode in --restart --time; do \

@@ -14,9 +14,9 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +38,20 @@ from lab.plotting import (
     set_title,
     use_log_scale,
 )
-from lab.quality.image_generation import load_model, read_images
-from lab.quality.image_sets import (
-    Evaluation,
-    prompts_of,
-    with_seeds,
-)
+from lab.quality.image_sets import Evaluation, with_seeds
 from lab.quality.networks import st_lpips
-from lab.quality.quality_plots import BETTER, TITLES, is_on_frontier
-from lab.quality.quality_report import cells_of
 from lab.quality.sheets import evenly_spaced, write_sheet
 from matplotlib.figure import Figure
 from paddle import nn
 from paddle.utils import flatten, pack_sequence_as
 from PIL import Image
 from point_labels import label_points
-from ppdiffusers import DPMSolverMultistepScheduler, StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
+from ppdiffusers import (
+    DiffusionPipeline,
+    DPMSolverMultistepScheduler,
+    StableDiffusionImg2ImgPipeline,
+    StableDiffusionPipeline,
+)
 
 from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.attach.attach import attach
@@ -63,12 +61,13 @@ from ppdiffusers_tome.comparison.results import make_result, read_json, write_re
 from ppdiffusers_tome.comparison.similarity import psnr
 from ppdiffusers_tome.export import programs, tracing
 from ppdiffusers_tome.export.conversion import Converter
-from ppdiffusers_tome.export.loading import model_defaults
+from ppdiffusers_tome.export.loading import load_for_export, model_defaults
 from ppdiffusers_tome.families.models import text_tokens, vae_factor
 from ppdiffusers_tome.inference import ProgramFile, Size, export_pipeline, load_pipeline
 from ppdiffusers_tome.run.folder import ExportedFolder
 from ppdiffusers_tome.run.pipeline import RUNTIMES
 from ppdiffusers_tome.serving.engine import Engine
+from ppdiffusers_tome.serving.prompt_file import model_prompts
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -82,13 +81,14 @@ TABLE = {  # column of the frame → title and form of the table's
     "psnr": ("PSNR, dB", "{psnr:.1f} ({low:.1f}–{high:.1f})"),
     "perceptual": ("ST-LPIPS", "{perceptual:.4f}"),
 }
-VARIANTS = {  # in file names
-    "_dpm_solver": "DPM-Solver++",
-    "_10_steps": "10 steps",
-    "_guidance_7.5": "guidance 7.5",
-    "_more": "more images of some arms",
-}
+TITLES = {"psnr": "PSNR, dB: higher is better", "perceptual": "Perceptual distance (ST-LPIPS): lower is better"}
 SHEET = ("interlace 0.5", "interlace 0.75", "interlace 0.875", "tomesd 0.5")
+
+
+@lru_cache(maxsize=1)
+def load_model(model: str) -> DiffusionPipeline:
+    """A pipeline from a folder or the hub, in float32, which a process loads once; ToMeExportError if it cannot."""
+    return load_for_export(model, safety_checker=False)
 
 
 def group_of(arm: Arm) -> str:
@@ -121,7 +121,6 @@ def list_arms() -> list[Arm]:
     """All arms but the plain one, those that matter most first: a run may be ended early."""
     fast = ToMeConfig(0.75, "interlace")
     arms = [Arm(ToMeConfig(ratio, "interlace")) for ratio in (0.5, 0.75, 0.875, 0.9375)]
-    arms += [Arm(ToMeConfig(ratio, "default")) for ratio in (0.25, 0.5, 0.7)]
     others = (("todo", 0.75), ("tomesd", 0.5), ("tomesd", 0.25))
     arms += [Arm(ToMeConfig(ratio, method)) for method, ratio in others]
     arms += [Arm(steps=10), Arm(fast, steps=10), Arm(every=2), Arm(fast, every=2)]
@@ -326,7 +325,7 @@ def generate_all(evaluation: Evaluation, saved: Programs, arm: Arm, folder: Path
         for path in lacking:
             Image.fromarray(generate(engine, paths[path])).save(part := path.with_suffix(".part"), "PNG")
             part.rename(path)
-    return read_images(list(paths), evaluation.size)
+    return np.stack([np.asarray(Image.open(path).convert("RGB")) for path in paths])
 
 
 def compare(images: np.ndarray, plain: np.ndarray) -> dict[str, Any]:
@@ -433,6 +432,13 @@ def image_gain(result: dict[str, Any], arm: Arm, runtime: str) -> Gain | None:
     return gain(plain, own)
 
 
+def is_on_frontier(speed_up: pd.Series, nearness: pd.Series) -> np.ndarray:
+    """Whether each point is faster than plain, and no other point is nearer and faster."""
+    points = list(zip(speed_up, nearness, strict=True))
+    is_best = [s > 1 and not any(other > s and nearer > n for other, nearer in points) for s, n in points]
+    return np.array(is_best, bool)
+
+
 def read_frame(result: dict[str, Any]) -> pd.DataFrame:
     """One row for each arm but other seeds, the fastest first.
 
@@ -449,24 +455,37 @@ def read_frame(result: dict[str, Any]) -> pd.DataFrame:
     return frame.sort_values(next(iter(TIMED)), ascending=False, kind="stable", ignore_index=True)
 
 
-def plot(frame: pd.DataFrame, title: str, x: str, label: str) -> Figure:
+def cells_of(rows: pd.DataFrame, columns: Mapping[str, tuple[str, str]]) -> pd.DataFrame:
+    """A page's table of some rows of a frame; None where nothing was measured.
+
+    `columns` has title and form of the table's columns; the form has the names of the frame's.
+    """
+    records = rows.to_dict("records")
+    cells = {
+        title: [None if pd.isna(row[name]) else form.format(**row).replace("inf", "∞") for row in records]
+        for name, (title, form) in columns.items()
+        if name in rows
+    }
+    return pd.DataFrame(cells)
+
+
+def plot(frame: pd.DataFrame, about: str, x: str, label: str) -> Figure:
     """PSNR and ST-LPIPS against a cost, with the name of each arm beside its point and the frontier in grey."""
-    panels_of = {"psnr": "PSNR", "perceptual": "ST-LPIPS"}
     plotted, panels = make_figure(rows=2, height=13)
-    for axes, measure in zip(panels, panels_of, strict=True):
+    for axes, (measure, title) in zip(panels, TITLES.items(), strict=True):
         nearness = frame["psnr"] if measure == "psnr" else -frame["perceptual"]
         best = frame[is_on_frontier(frame[x], nearness)].sort_values(x, kind="stable")
         axes.plot(best[x], best[measure], "-", color="#cccccc", lw=6, label="frontier")
         for group, colour in COLOURS.items():
             points = frame[frame["group"] == group]
             axes.plot(points[x], points[measure], "o", color=colour, ms=5, label=group)
-        axes.set_title(TITLES[measure] + BETTER[measure], fontsize=9.5)
+        axes.set_title(title, fontsize=9.5)
         axes.set_xlabel(label, fontsize=9)
         axes.margins(0.1, 0.08)
     use_log_scale(panels[1])
-    set_title(plotted, title)
+    set_title(plotted, about)
     add_legend(plotted, panels)
-    for axes, measure in zip(panels, panels_of, strict=True):
+    for axes, measure in zip(panels, TITLES, strict=True):
         rows = frame.assign(text=frame["name"], colour=frame["group"].map(COLOURS))[["text", x, measure, "colour"]]
         label_points(plotted, axes, list(rows.itertuples(index=False, name=None)))
     return plotted
@@ -479,8 +498,7 @@ def write_report(files: Sequence[Path], output: Path) -> str:
         result = read_json(file)
         frame, figures = read_frame(result), []
         title = f"{Path(result['model']).name}, {result['size']} px, {len(result['prompts'])} images"
-        title += f", strength {result['strength']:g}" if result["strength"] else ""
-        title += "".join(f", {words}" for name, words in VARIANTS.items() if name in file.stem)
+        title = ", ".join([title, *result["variant"]])
         frame[["low", "high"]] = [quartiles(images["psnr"])[1:] for images in frame["images"]]
         cells = cells_of(frame, TABLE).set_index("arm")
         for runtime, name in TIMED.items():
@@ -500,6 +518,22 @@ def write_report(files: Sequence[Path], output: Path) -> str:
                 kept.setdefault(entry["commit"], []).append(entry["name"])
         sections.append((title, file, result, figures, cells, kept))
     return write_page(Path(__file__).with_name("templates") / "alternatives.md", output, sections=sections)
+
+
+def variant_of(options: argparse.Namespace) -> dict[str, str]:
+    """What makes a result one of its own: as part of its file's name, and in words."""
+    variant = {}
+    if options.strength is not None:
+        variant["photographs"] = f"strength {options.strength:g}"
+    if options.dpm_solver:
+        variant["dpm_solver"] = "DPM-Solver++"
+    if options.steps is not None:
+        variant[f"{options.steps}_steps"] = f"{options.steps} steps"
+    if options.guidance_scale is not None:
+        variant[f"guidance_{options.guidance_scale:g}"] = f"guidance {options.guidance_scale:g}"
+    if options.more:
+        variant["more"] = "more images of some arms"
+    return variant
 
 
 def main() -> None:
@@ -531,27 +565,24 @@ def main() -> None:
     defaults = model_defaults(options.model, load_model(options.model))
     guidance = defaults.guidance_scale if options.guidance_scale is None else options.guidance_scale
     steps = round((options.steps or defaults.steps) / (options.strength or 1))
-    prompts = with_seeds(prompts_of(options.model), options.count, 0)
+    texts = model_prompts(options.model, "--model")
+    prompts = with_seeds(texts, options.count, 0)
     size, threads = options.size or defaults.size, options.threads
     evaluation = Evaluation(options.model, prompts, size, steps, guidance, threads, options.strength)
     about = {"model": options.model, "model_files": model_files(options.model), "sources": sources(), "size": size}
     about |= {"steps": steps, "guidance_scale": guidance, "strength": options.strength}
     scheduler = DPMSolverMultistepScheduler if options.dpm_solver else type(load_model(options.model).scheduler)
-    about |= {"scheduler": scheduler.__name__}
+    variant = variant_of(options)
+    about |= {"scheduler": scheduler.__name__, "variant": [*variant.values()]}
     about |= {"prompts": [{"prompt": text, "seed": seed} for text, seed in prompts]}
-    kind = "" if options.strength is None else "_photographs"
-    kind += "_dpm_solver" if options.dpm_solver else ""
-    kind += "" if options.steps is None else f"_{options.steps}_steps"
-    kind += "" if options.guidance_scale is None else f"_guidance_{options.guidance_scale:g}"
-    kind += "_more" if options.more else ""
-    file = options.output / f"alternatives_{Path(options.model).name}_{size}{kind}.json"
+    file = options.output / f"{'_'.join(['alternatives', Path(options.model).name, str(size), *variant])}.json"
     saved = Programs(evaluation, options.dpm_solver)
     result = earlier_result(file, about, options.restart, options.time)
     content = {key: result.get(key, default) for key, default in {"timing": None, "arms": []}.items()}
     if options.restart and options.keep and not result:
         content["arms"] = kept_arms(file, about, options.keep)
     command, made = shlex.join(["python", "benchmarks/alternatives.py", *sys.argv[1:]]), {}
-    decisive = {**about, "prompts": prompts_of(options.model)}  # a larger --count continues with the same images
+    decisive = {**about, "prompts": texts}  # a larger --count continues with the same images
     folder = ROOT / "build" / file.stem / digest(decisive)
     if options.time:
         made = {key: result[key] for key in ("command", "commit", "environment", "threads")}  # of the images

@@ -3,7 +3,7 @@
     python benchmarks/bench.py --architecture sd15 --size 512 --arms plain tome --output build/sd15.json
     python benchmarks/bench.py report build/sd15.json --output build
 
-Beside merging, plain and memory-efficient attention, it times what others.py adds.
+Beside merging, plain and memory-efficient attention, it times the apply_tome that ppdiffusers ships.
 """
 
 import argparse
@@ -70,8 +70,8 @@ def _add_options(bench: argparse.ArgumentParser) -> None:
     option = group.add_argument
     option("--size", type=square, nargs="+", default=[512], help="squares, 512 or 512x512, in px" + DEFAULT)
     option("--batch", type=int, nargs="+", default=[2], help="rows of the UNet" + DEFAULT)
-    option("--ratio", type=float, nargs="+", default=[0.5], help="share of tokens to merge: 0.1 … 0.75" + DEFAULT)
-    about = "ways to merge, all with fixed dst (default: method=default), at each --ratio or at their own"
+    option("--ratio", type=float, nargs="+", default=[0.75], help="share of tokens to leave out" + DEFAULT)
+    about = "ways to merge (default: the default method), at each --ratio or at their own"
     add_merge_options(group, about)
     option("--backend", choices=BACKENDS, nargs="+", default=[EAGER], help="one or several" + DEFAULT)
     usual = [PLAIN, MEMORY_EFFICIENT, TOME, BOTH]
@@ -94,7 +94,7 @@ def _speed(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     cases = _cases(options)
     configs = make_configs(options.ratio, read_methods(options))
     for case in cases:
-        case.arms = make_arms(case, options.arms, options.backend, configs)
+        case.arms = make_arms(options.arms, options.backend, configs)
     command = command_line(arguments, PROGRAM)
     measured = measure_all(cases, timing, output, command)
     print("\n\n".join("\n".join(_lines(case)) for case in measured))
@@ -115,10 +115,10 @@ def _lines(case: Case) -> Iterator[str]:
     """Median seconds, gain over plain in the same backend, and peak memory; a line for each arm."""
     yield f"{case.name}: {case.tokens} tokens"
     width = max(len(measured.name) for measured in case.arms) + 2
-    yield f"  {'arm':<{width}}{'kept':>7}{'seconds':>10}{'gain':>15}{'peak MB':>9}"
+    yield f"  {'arm':<{width}}{'seconds':>10}{'gain':>15}{'peak MB':>9}"
     seconds = {measured.arm: measured.seconds for measured in case.with_status(MEASURED)}
     for measured in case.arms:
-        start = f"  {measured.name:<{width}}{measured.kept:>7}"
+        start = f"  {measured.name:<{width}}"
         if measured.status != MEASURED:
             yield f"{start}  {measured.status}: {measured.reason}"
             continue

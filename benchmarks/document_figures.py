@@ -4,7 +4,7 @@ results.md comes from templates/results.md. In another document, the function NA
 
 - a figure between two comments, `<!--= NAME ARGUMENT… -->1.29×<!--/-->`, with its unit, since a gain may be "no
   difference". It does not begin a line, because Markdown takes such a line as HTML.
-- the last cells of a table's row that ends in a comment, `| windows of 8 | 19.34 | 5.39 <!--: NAME ARGUMENT… --> |`.
+- the last cells of a table's row that ends in a comment, `| ONNX Runtime | 850 | 480 <!--: NAME ARGUMENT… --> |`.
   None leaves a cell as it is: it is a label in the document's language. The mark has no "|", which would end the cell.
 """
 
@@ -17,6 +17,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,9 @@ import alternatives
 import gpu_onnx
 from lab.arm import EAGER, OURS, PLAIN, Arm
 from lab.markdown import NOT_MEASURED, table, write_page
-from lab.quality.quality_report import differs_by_kid, read_frame
-from lab.speed.cases import SCOPES, read_cases
+from lab.speed.cases import ONNX_RUNTIME, read_cases
 
-from ppdiffusers_tome.commands.merge_options import parse_settings
 from ppdiffusers_tome.comparison.clock import NO_DIFFERENCE, Gain, gain
-from ppdiffusers_tome.config import ToMeConfig
 
 ROOT = Path(__file__).parents[1]
 RESULTS_PAGE = ROOT / "docs" / "results.md"
@@ -45,6 +43,7 @@ MARKED = re.compile(r"<!--= (.+?) -->(.*?)<!--/-->")
 ROW = re.compile(r"^\| (.*) <!--: (.+?) --> \|$", re.MULTILINE)
 
 PLACE = ("model", "scope", "size", "batch")  # these fields identify the case of an arm
+DEFAULT, TODO = "interlace 0.75", "todo 0.75"  # todo keeps as many keys, and was timed where interlace was not
 IN_CHINESE = {NO_DIFFERENCE: "无明显差异"}
 
 
@@ -127,15 +126,21 @@ def count(file: str, path: str) -> str:
 
 
 def arms(file: str) -> list[dict[str, Any]]:
-    """The measurements of a speed result, each with the fields of its case; `arm` is an Arm."""
+    """The measurements of a speed result, each with the fields of its case; none where there is no such result."""
+    if not (RESULTS / f"{file}.json").exists():
+        return []
     return [{**vars(case), **vars(row)} for case in read_cases(read(file), file) for row in case.arms]
 
 
-def arm(file: str, name: str, backend: str = EAGER, size: int | str = 128, batch: int | str = 2) -> dict[str, Any]:
-    """The plain arm ("plain"), or that of the method "default" at ratio 0.5 ("tome")."""
-    config = {"plain": None, "tome": ToMeConfig(0.5, "default", use_rand=False)}[name]
-    place = (Arm(config, backend=backend), f"{size}", f"{batch}")
-    return next(row for row in arms(file) if (row["arm"], f"{row['size']}", f"{row['batch']}") == place)
+def arm(
+    file: str, name: str, backend: str = EAGER, size: int | str = 512, scope: str = "unet"
+) -> dict[str, Any] | None:
+    """An arm of a speed result at batch 2, by its name, such as "interlace 0.75"; None if it was not measured."""
+    wanted = (name, backend, f"{size}", 2, scope)
+    for row in arms(file):
+        if (row["arm"].name, row["arm"].backend, f"{row['size']}", row["batch"], row["scope"]) == wanted:
+            return row
+    return None
 
 
 def plain_of(row: dict[str, Any], file: str) -> dict[str, Any]:
@@ -150,15 +155,22 @@ def over_plain(row: dict[str, Any], file: str) -> Gain:
     return gain(plain_of(row, file)["seconds"], row["seconds"])
 
 
-def memory(file: str, name: str, size: str, batch: str = "2") -> str:
-    """The peak of `arm`, in GB."""
-    return f"{arm(file, name, EAGER, size, batch)['peak_memory_bytes'] / 1e9:.1f}"
+def gain_of(row: dict[str, Any] | None, file: str) -> str:
+    """The gain of an arm that may not have been measured."""
+    return NOT_MEASURED if row is None else str(over_plain(row, file))
 
 
-def macs_saved(file: str, size: str, batch: str = "2") -> str:
-    """The share of the multiply-accumulates of a pass that merging at ratio 0.5 saves."""
-    plain, merged = (arm(file, name, EAGER, size, batch) for name in ("plain", "tome"))
-    return f"{100 * (1 - merged['macs'] / plain['macs']):.0f} %"
+def memory(file: str, size: str, *name: str) -> str:
+    """The peak of an arm in eager mode, in GB."""
+    row = arm(file, " ".join(name), size=size)
+    return NOT_MEASURED if row is None else f"{row['peak_memory_bytes'] / 1e9:.1f}"
+
+
+def macs_saved(file: str, size: str, backend: str = EAGER) -> str:
+    """The share of the multiply-accumulates of a pass that merging by default saves, or todo where only it was run."""
+    row = arm(file, DEFAULT, backend, size) or arm(file, TODO, backend, size)
+    assert row is not None
+    return f"{100 * (1 - row['macs'] / plain_of(row, file)['macs']):.0f} %"
 
 
 def gpu_arms(name: str, size: str, batch: str) -> list[dict[str, Any]]:
@@ -172,41 +184,33 @@ def gpu_arms(name: str, size: str, batch: str) -> list[dict[str, Any]]:
 
 def on_gpu(size: str, batch: str, *name: str) -> str:
     """The gain of an arm on a GPU over plain in the same runtime and form."""
-    merged = gpu_arms(" ".join(name), size, batch)[0]
-    plain = gpu_onnx.reference_of(merged, read("gpu_onnx")["rows"])
-    return str(gain(plain["ms"], merged["ms"]))
+    merged = gpu_arms(" ".join(name), size, batch)
+    if not merged:
+        return NOT_MEASURED
+    plain = gpu_onnx.reference_of(merged[0], read("gpu_onnx")["rows"])
+    return str(gain(plain["ms"], merged[0]["ms"]))
 
 
 def predicted_on_gpu(size: str) -> str:
-    """The gain that `todo` at 0.5 should have on a GPU at batch 2, where it was not measured."""
+    """The gain that half of the keys should have on a GPU at batch 2, where it was not measured."""
     return gpu_onnx.predicted_gains(read("gpu_onnx")["rows"]).get((int(size), 2), NOT_MEASURED)
 
 
-def on_cpu(backend: str, size: str, method: str, ratio: str | None = None) -> str:
-    """The gain of Stable Diffusion 1.5's UNet on a CPU at batch 2, by a method at a ratio."""
-    config = ToMeConfig(method=method, use_rand=False, **({"ratio": float(ratio)} if ratio else {}))
-    place = (Arm(config, backend=backend), size, 2)
-    gains = [
-        over_plain(row, file)
-        for file in sorted(path.stem for path in RESULTS.glob("sd15_*.json"))
-        for row in arms(file)
-        if (row["arm"], f"{row['size']}", row["batch"]) == place
-    ]
-    return str(gains[0]) if gains else NOT_MEASURED
+def on_cpu(backend: str, size: str, *name: str) -> str:
+    """The gain of Stable Diffusion 1.5's UNet on a CPU at batch 2, by an arm."""
+    files = sorted(path.stem for path in RESULTS.glob("sd15_*.json"))
+    gains = [str(over_plain(row, file)) for file in files if (row := arm(file, " ".join(name), backend, size))]
+    return gains[0] if gains else NOT_MEASURED
 
 
 def sdxl_block(level: str, size: str, *name: str) -> str:
     """The gain of an exported block of SDXL at a level, by an arm."""
-    (row,) = [
-        row
-        for row in arms("sdxl_blocks")
-        if (row["scope"], f"{row['size']}", row["arm"].name) == (f"one block at level {level}", size, " ".join(name))
-    ]
-    return str(over_plain(row, "sdxl_blocks"))
+    row = arm("sdxl_blocks", " ".join(name), ONNX_RUNTIME, size, f"one block at level {level}")
+    return gain_of(row, "sdxl_blocks")
 
 
 def noise() -> str:
-    """By how much a gain differs that was measured in several results."""
+    """By how much a gain differs that was measured in several results; "" where fewer than 5 were."""
     repeated = defaultdict(list)
     for file in [path.stem for path in RESULTS.glob("*.json") if read(path.stem)["kind"] == "speed"]:
         for row in arms(file):
@@ -214,21 +218,13 @@ def noise() -> str:
                 case = tuple(row[key] for key in PLACE)
                 repeated[case, read(file)["threads"], row["arm"]].append(over_plain(row, file).factor)
     spreads = [max(factors) / min(factors) - 1 for factors in repeated.values() if len(factors) > 1]
-    assert len(spreads) >= 5
-    return f"{100 * max(spreads):.0f} %"
+    return f"{100 * max(spreads):.0f} %" if len(spreads) >= 5 else ""
 
 
 def nearer_than_tomesd(images: str) -> str:
     """By how many dB interlace at 0.75 is nearer to plain than tomesd's method at 0.5."""
     interlace, tomesd = (arm_of(images, name)["psnr"] for name in ("interlace 0.75", "tomesd 0.5"))
     return f"{interlace - tomesd:.0f}"
-
-
-def separated_by_kid() -> str:
-    """The settings of scenes whose KID is above that of plain images by more than two standard deviations of both."""
-    frame = read_frame(read("quality_scenes"))
-    above = frame.index[differs_by_kid(frame) & (frame["group"] != "calibration")]
-    return f"a difference in {', '.join(above)}" if len(above) else "no difference"
 
 
 # Rows of tables ------------------------------------------------------------------------------------------------------
@@ -239,10 +235,9 @@ def milliseconds(row: dict[str, Any]) -> str:
 
 
 def gpu_row(size: str) -> list[str]:
-    """Milliseconds on a GPU at batch 2, in ONNX Runtime and in PyTorch: plain, and merged in several ways."""
-    merged = [f"onnxruntime {name}" for name in ("todo 0.75", "kv 0.75", "default 0.5")]
+    """Milliseconds on a GPU at batch 2, in ONNX Runtime and in PyTorch: plain, and merged."""
     cells = []
-    for name in ("onnxruntime plain", *merged, "torch plain", "torch tomesd 0.5"):
+    for name in ("onnxruntime plain", "onnxruntime todo 0.75", "torch plain", "torch tomesd 0.5"):
         rows = gpu_arms(name, size, "2")
         if not rows:
             cells.append(NOT_MEASURED)
@@ -260,34 +255,38 @@ def choice(*name: str) -> list[str]:
 
 
 def by_runtime(backend: str) -> list[str]:
-    """The bundled UNet at 256 px in a runtime: milliseconds of plain and merged, and the gain."""
-    plain, merged = (arm("emoji_unet", name, backend, 256) for name in ("plain", "tome"))
-    return [milliseconds(plain), milliseconds(merged), str(over_plain(merged, "emoji_unet"))]
+    """The UNet of `scenes_sd` at 256 px in a runtime: milliseconds of plain and merged by default, and the gain."""
+    row = arm("scenes_unet", DEFAULT, backend, 256)
+    if row is None:
+        return [NOT_MEASURED] * 3
+    return [milliseconds(plain_of(row, "scenes_unet")), milliseconds(row), gain_of(row, "scenes_unet")]
 
 
 def gpu_gain(size: str) -> list[str]:
-    """On a GPU at batch 2: the gain of todo, and of the default."""
-    return [on_gpu(size, "2", "onnxruntime", *name.split()) for name in ("todo 0.75", "default 0.5")]
+    """On a GPU at batch 2: the gain of the default, and of todo, which keeps as many keys."""
+    return [on_gpu(size, "2", "onnxruntime", name) for name in (DEFAULT, TODO)]
 
 
 def cpu_gain(backend: str, size: str) -> list[str]:
     """Stable Diffusion 1.5's UNet on a CPU at batch 2, as `gpu_gain`."""
-    return [on_cpu(backend, size, method) for method in ("todo", "default")]
+    return [on_cpu(backend, size, name) for name in (DEFAULT, TODO)]
 
 
 def loader_gain(loader: str) -> list[str]:
-    """The gain of an image of `scenes_sd` at 0.5 in a library that loads exports."""
+    """The gain of an image of `scenes_sd` by default in a library that loads exports."""
+    if not (RESULTS / "loaders.json").exists():
+        return [NOT_MEASURED]
     (row,) = [row for row in read("loaders")["results"] if row["loader"] == loader]
     return [str(gain(row["seconds"]["plain"], row["seconds"]["merged"]))]
 
 
-def block(name: str, settings: str) -> list[str]:
-    """The gain of a transformer block, and that which its MACs allow. `name` is a word of its name."""
-    rows = [row for row in arms("flux_blocks") if name in f"{row['model']} {row['scope']}".split()]
-    config = ToMeConfig(**parse_settings(settings))
-    (row,) = [row for row in rows if row["arm"] == Arm(config)]
-    allowed = plain_of(row, "flux_blocks")["macs"] / row["macs"]
-    return [str(over_plain(row, "flux_blocks")), f"{allowed:.2f}×"]
+def block(name: str, *of_arm: str) -> list[str]:
+    """The gain of a transformer block by an arm, and that which its MACs allow. `name` is a word of the block's."""
+    for row in arms("flux_blocks"):
+        if name in f"{row['model']} {row['scope']}".split() and row["arm"].name == " ".join(of_arm):
+            allowed = plain_of(row, "flux_blocks")["macs"] / row["macs"]
+            return [gain_of(row, "flux_blocks"), f"{allowed:.2f}×"]
+    return [NOT_MEASURED] * 2
 
 
 def arm_of(images: str, name: str) -> dict[str, Any]:
@@ -341,9 +340,6 @@ ARMS = (  # of alternatives_*.json on the page, where a result has them
     "interlace 0.75",
     "interlace 0.875",
     "interlace 0.9375",
-    "default 0.25",
-    "default 0.5",
-    "default 0.7",
     "todo 0.75",
     "tomesd 0.25",
     "tomesd 0.5",
@@ -357,13 +353,14 @@ ARMS = (  # of alternatives_*.json on the page, where a result has them
 
 def write_results(output: Path) -> str:
     """Write results.md into a folder; returns its text."""
-    functions = (value, count, macs_saved, on_gpu, noise, nearer_than_tomesd, separated_by_kid)
+    functions = (value, count, macs_saved, on_gpu, noise, nearer_than_tomesd)
     template = Path(__file__).with_name("templates") / "results.md"
     return write_page(
         template,
         output,
         sets=SETS,
         passes=table_of_passes(),
+        sizes=table_of_sizes(),
         gpu=table_of_gpu(),
         images=table_of_images(),
         **{function.__name__: function for function in functions},
@@ -371,38 +368,49 @@ def write_results(output: Path) -> str:
 
 
 def table_of_passes() -> str:
-    """The method "default" at 0.5 on a CPU, in each speed result: each model, size, backend and number of threads."""
-    head = [
-        "what runs",
-        "px",
-        "batch",
-        "threads",
-        "backend",
-        "plain, s",
-        "merged, s",
-        "gain",
-        "plain, GB",
-        "merged, GB",
-    ]
-    rows, default = [], ToMeConfig(0.5, "default", use_rand=False)
-    for file in sorted(path.stem for path in RESULTS.glob("*.json") if read(path.stem)["kind"] == "speed"):
-        for row in arms(file) if not file.endswith("_again") else []:
-            backend = row["arm"].backend
-            if row["arm"] != Arm(default, backend=backend) or not row["seconds"] or row["batch"] > 2:
+    """Passes of UNets on a CPU at batch 2: each model, size, backend and number of threads, plain and merged.
+
+    Merged by default, or by todo where only that was timed.
+    """
+    of_pair = [f"{arm}, {unit}" for unit in ("s", "GB") for arm in ("plain", "merged")]
+    head = ["UNet", "px", "threads", "backend", "merged by", *of_pair[:2], "gain", *of_pair[2:]]
+    rows, places = [], set[tuple]()
+    files = [path.stem for path in sorted(RESULTS.glob("*_unet.json")) + sorted(RESULTS.glob("sd15_*.json"))]
+    for name, file in product((DEFAULT, TODO), files):
+        for row in arms(file):
+            place = (row["model"], row["size"], read(file)["threads"], row["arm"].backend)
+            if (row["arm"].name, row["scope"], row["batch"]) != (name, "unet", 2) or place in places:
                 continue
+            places.add(place)
             pair = [plain_of(row, file), row]
-            what = f"{Path(row['model']).name}, {SCOPES.get(row['scope'], row['scope'])}"
             seconds = [f"{statistics.median(one['seconds']):.2f}" for one in pair]
-            peaks = [one["peak_memory_bytes"] for one in pair]
-            memory = [NOT_MEASURED if peak is None else f"{peak / 1e9:.2f}" for peak in peaks]
-            place = [f"{row['size']}", f"{row['batch']}", f"{read(file)['threads']}", backend]
-            rows.append([what, *place, *seconds, str(over_plain(row, file)), *memory])
+            memory = [gigabytes(one) for one in pair]
+            model, *others = (f"{one}" for one in place)
+            rows.append([Path(model).name, *others, name, *seconds, str(over_plain(row, file)), *memory])
     return "\n".join(table(head, rows))
+
+
+def gigabytes(row: dict[str, Any]) -> str:
+    """The peak of the memory of a pass."""
+    peak = row["peak_memory_bytes"]
+    return NOT_MEASURED if peak is None else f"{peak / 1e9:.2f}"
+
+
+def table_of_sizes() -> str:
+    """Seconds, gain and memory of `scenes_sd` in eager mode, by size, batch and ratio; "" if it was not measured."""
+    cells: dict[tuple[int, int], dict[str, str]] = defaultdict(dict)
+    for row in arms("scenes_sizes"):
+        seconds = f"{statistics.median(row['seconds']):.2f} s"
+        gained = f" ({over_plain(row, 'scenes_sizes')})" if row["arm"].config else ""
+        cells[row["size"], row["batch"]][row["arm"].name] = f"{seconds}{gained}, {gigabytes(row)} GB"
+    names = list(dict.fromkeys(name for of_place in cells.values() for name in of_place))
+    rows = [[f"{size}", f"{batch}", *of_place.values()] for (size, batch), of_place in cells.items()]
+    return "\n".join(table(["px", "batch", *names], rows))
 
 
 def table_of_gpu() -> str:
     """Milliseconds of a pass on a GPU, by size, and the gain over plain."""
-    head = ["px", "plain", "todo 0.75", "kv 0.75", "default 0.5", "PyTorch, plain", "tomesd 0.5"]
+    head = ["px", "plain", "todo 0.75", "PyTorch, plain", "tomesd 0.5"]
     sizes = dict.fromkeys(f"{row['size']}" for row in read("gpu_onnx")["rows"] if row["batch"] == 2)
     return "\n".join(table(head, [[size, *gpu_row(size)] for size in sizes]))
 

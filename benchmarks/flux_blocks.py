@@ -41,12 +41,7 @@ from ppdiffusers_tome.comparison.results import make_result, write_result
 from ppdiffusers_tome.families.models import find_blocks
 from ppdiffusers_tome.grid import Grid
 
-SINGLE_STREAM = "single-stream"
-CONFIGS = {
-    "merged": ToMeConfig(0.5, "default"),
-    "merged_mlp": ToMeConfig(0.5, "default", merge_mlp=True),  # for blocks whose MLP comes after attention
-    "kv": ToMeConfig(0.75, "kv"),
-}
+CONFIG = ToMeConfig(0.75)
 TEXT_CHANNELS = 4096
 
 
@@ -96,7 +91,7 @@ def sd35() -> tuple[nn.Layer, dict[str, Any]]:
 # The function, the latents and latent frames of its model; and how the report names model, block and size in px.
 BLOCKS: dict[str, tuple[Callable[[], tuple[nn.Layer, dict[str, Any]]], Grid, int, str, str, int]] = {
     "joint": (partial(flux, num_layers=1, num_single_layers=0), Grid(64, 64), 1, "FLUX", "one joint block", 1024),
-    SINGLE_STREAM: (
+    "single-stream": (
         partial(flux, num_layers=0, num_single_layers=1), Grid(64, 64), 1, "FLUX", "one single-stream block", 1024,
     ),
     "Wan": (wan, Grid(60, 104), 5, "Wan 2.1 1.3B", "one block over 5 latent frames", 480),
@@ -112,14 +107,11 @@ def plan(block: str) -> tuple[Case, nn.Layer, dict[str, Any]]:
     model.eval()
     tokens = find_blocks(model)[0].grid(latent).tokens
     case = Case(name, scope, size, batch=1, latent=list(latent), tokens=tokens)
-    # In a single-stream block the MLP merges with attention.
-    configs = [config for name, config in CONFIGS.items() if (block, name) != (SINGLE_STREAM, "merged_mlp")]
-    for config in (None, *configs):
+    for config in (None, CONFIG):
         set_merging(model, config)
         summary = ppdiffusers_tome.tome_summary(model, *latent, frames=frames)
         assert summary.macs is not None and summary.saved is not None
-        kept = summary.blocks[0].kept if config else tokens
-        case.arms.append(Measurement(Arm(config), kept=kept, macs=summary.macs - summary.saved))
+        case.arms.append(Measurement(Arm(config), macs=summary.macs - summary.saved))
     return case, model, inputs
 
 
@@ -157,10 +149,9 @@ def main() -> None:
     )
     cases = [measure(block, options.rounds) for block in options.blocks]
     for case in cases:
-        plain = case.arms[0]
-        for merged in case.arms[1:]:
-            allowed = f"MACs allow {plain.macs / merged.macs:.2f}×"
-            print(f"{case.name}: {merged.name}: {gain(plain.seconds, merged.seconds)}, {allowed}")
+        plain, merged = case.arms
+        allowed = f"MACs allow {plain.macs / merged.macs:.2f}×"
+        print(f"{case.name}: {merged.name}: {gain(plain.seconds, merged.seconds)}, {allowed}")
     if options.output:
         command = shlex.join(["python", "benchmarks/flux_blocks.py", *sys.argv[1:]])
         about = {**describe_environment(), "ppdiffusers": ppdiffusers.__version__}

@@ -19,7 +19,7 @@ from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.comparison.results import read_json
 
 OUTPUT = Path(__file__).parents[1] / "docs" / "pairs.jpg"
-ARMS = (Arm(), Arm(ToMeConfig()))
+ARMS = (Arm(), Arm(ToMeConfig(0.75)))
 PAIRS, SIDE, GAP, WIDE_GAP, LABEL = 3, 256, 4, 22, 40  # px
 
 

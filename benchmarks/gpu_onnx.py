@@ -19,7 +19,6 @@ import copy
 import json
 import math
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,28 +37,21 @@ RESULT = ROOT / "benchmarks" / "results" / "gpu_onnx.json"
 MERGED = {
     "interlace 0.5": {"ratio": 0.5, "method": "interlace"},
     "interlace 0.75": {"ratio": 0.75, "method": "interlace"},
-    "default 0.25": {"ratio": 0.25, "method": "default"},
-    "default 0.5": {"ratio": 0.5, "method": "default"},
-    "default 0.75": {"ratio": 0.75, "method": "default"},
-    "kv 0.75": {"ratio": 0.75, "method": "kv"},
     "todo 0.75": {"ratio": 0.75, "method": "todo"},
-    "todo 0.75, sx=4": {"ratio": 0.75, "method": "todo", "sx": 4},
     "todo 0.5": {"ratio": 0.5, "method": "todo"},
-    "symmetric 0.5": {"ratio": 0.5, "method": "symmetric"},
     "tomesd 0.5": {"ratio": 0.5, "method": "tomesd"},
 }
-PLAIN, DEFAULT = "plain", "default 0.5"
-MAIN = [PLAIN, "interlace 0.5", "interlace 0.75", DEFAULT, "kv 0.75", "todo 0.75", "todo 0.5"]
-CHECKERBOARD = "todo 0.5"
+PLAIN, DEFAULT, CHECKERBOARD = "plain", "interlace 0.75", "todo 0.5"
+MAIN = [PLAIN, "interlace 0.5", DEFAULT, "todo 0.75", CHECKERBOARD]
 # The arms whose gain follows from that of todo 0.75, and the share of the keys that each removes.
-PREDICTED = {"interlace 0.75": 0.75, "interlace 0.5": 0.5, CHECKERBOARD: 0.5}
+PREDICTED = {DEFAULT: 0.75, "interlace 0.5": 0.5, CHECKERBOARD: 0.5}
 PRODUCT = {"prefer_nhwc": "1"}  # the options of `OnnxRuntime`
 FORMS = {"channels first": {}, "CUDA graph": {**PRODUCT, "enable_cuda_graph": "1"}}
 CELLS = {  # (px, batch): programs
     (512, 2): [PLAIN, *MERGED],
-    (768, 2): [*MAIN, "default 0.75"],
+    (768, 2): MAIN,
     (1024, 2): [PLAIN, *MERGED],
-    (1536, 2): [*MAIN, "default 0.75"],
+    (1536, 2): MAIN,
     (512, 8): MAIN,
     (1024, 8): MAIN,
 }
@@ -72,10 +64,7 @@ WEIGHTS, ORIGIN = "weights", "origin.json"
 BOUNDS = {  # operators that merging adds to a block; for interlace with those that read the turn, once in a pass
     "interlace 0.75": 10,
     "interlace 0.5": 10,
-    "default 0.5": 59,
-    "kv 0.75": 32,
     "todo 0.75": 1,
-    "todo 0.75, sx=4": 1,
     "todo 0.5": 1,
 }
 FREE = ("Reshape", "Squeeze", "Unsqueeze")  # operators that launch no kernel
@@ -125,14 +114,13 @@ def export(options: argparse.Namespace) -> None:
 
 def write_half(traceable: Any, dims: dict[str, int], folder: Path) -> Path:
     """Write the program of a layer for GPUs in float16, with sizes for some of its dimensions."""
-    from ppdiffusers_tome.attach.passes import gpu_form
     from ppdiffusers_tome.export import tracing
     from ppdiffusers_tome.export.conversion import Converter
     from ppdiffusers_tome.run.folder import ExportedFolder
     from ppdiffusers_tome.run.onnx_gpu import half_program
     from ppdiffusers_tome.run.onnx_weights import SharedWeights
 
-    with Converter() as converter, gpu_form(True):
+    with Converter() as converter:
         files = tracing.write_program(traceable, folder / "program", dims, "model")
         SharedWeights(folder / "model.weights").move(converter.convert(*files, "model"), folder / "model.onnx")
     return half_program(ExportedFolder(folder), folder.resolve() / "model.onnx")
@@ -140,12 +128,10 @@ def write_half(traceable: Any, dims: dict[str, int], folder: Path) -> Path:
 
 def origin() -> dict[str, str]:
     """What the programs are of: the versions of the package and of Paddle, and the commit."""
-    from importlib.metadata import version
+    from ppdiffusers_tome.comparison.environment import commit, describe_environment
 
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return {name: version(name) for name in ("ppdiffusers_tome", "paddlepaddle")} | {"commit": commit.stdout.strip()}
+    environment = describe_environment()
+    return {name: environment[name] for name in ("ppdiffusers_tome", "paddlepaddle")} | {"commit": commit()}
 
 
 def count(options: argparse.Namespace) -> None:
@@ -161,12 +147,11 @@ def operators_added(architecture: str) -> dict[str, tuple[int, int]]:
     """Operators of a block of 64×64 tokens in float16 that the plain block has not, and those that launch kernels."""
     import paddle
     from lab.speed.architectures import ARCHITECTURES
-    from top_block import OneBlock, OneTimedBlock, build_transformer
+    from top_block import OneBlock, build_transformer
 
     from ppdiffusers_tome.attach.attach import attach
     from ppdiffusers_tome.config import ToMeConfig
     from ppdiffusers_tome.export.programs import Input, Traceable
-    from ppdiffusers_tome.methods import METHODS
 
     known = ARCHITECTURES[architecture]
     paddle.seed(0)
@@ -175,17 +160,15 @@ def operators_added(architecture: str) -> dict[str, tuple[int, int]]:
     inputs = (
         Input("sample", shape),
         Input("encoder_hidden_states", ("batch", 77, known.config["cross_attention_dim"])),
+        Input("timestep", (1,)),
     )
     counts = {}
     for arm in (PLAIN, *BOUNDS):
-        config = None if arm == PLAIN else ToMeConfig(**MERGED[arm])
-        is_timed = config is not None and METHODS[config.method].takes_turns(config)
-        layer = (OneTimedBlock if is_timed else OneBlock)(copy.deepcopy(transformer))
+        layer = OneBlock(copy.deepcopy(transformer))
         layer.eval()
-        if config is not None:
-            attach(layer, config, None)
-        timestep = (Input("timestep", (1,)),) if is_timed else ()
-        counts[arm] = Counter(_operators_on_gpu(Traceable(layer, inputs + timestep)))
+        if arm != PLAIN:
+            attach(layer, ToMeConfig(**MERGED[arm]), None)
+        counts[arm] = Counter(_operators_on_gpu(Traceable(layer, inputs)))
     merged = {arm: counts[arm] for arm in BOUNDS}
     difference = {arm: operators.total() - counts[PLAIN].total() for arm, operators in merged.items()}
     free = {arm: sum(operators[name] - counts[PLAIN][name] for name in FREE) for arm, operators in merged.items()}
@@ -288,9 +271,17 @@ class Torch:
 
     def prepare(self) -> None:
         """Merge in the UNet, which all arms share, at this arm's ratio."""
-        from lab.torch_worker import merge
+        import tomesd
 
-        merge(self._unet, {"ratio": self._ratio} if self._ratio else None)
+        tomesd.remove_patch(self._unet)
+        if not self._ratio:
+            return
+        tomesd.apply_patch(self._unet, ratio=self._ratio)
+        for block in self._unet.modules():  # tomesd's old forward reads attributes that newer diffusers may lack
+            if type(block).__name__ == "ToMeBlock":
+                for name in ("use_ada_layer_norm", "use_ada_layer_norm_zero", "only_cross_attention"):
+                    if not hasattr(block, name):
+                        setattr(block, name, False)
 
     def __call__(self) -> None:
         import torch
@@ -479,6 +470,22 @@ def predicted_gains(rows: list[dict[str, Any]], arm: str = CHECKERBOARD) -> dict
     return gains
 
 
+def lacking(rows: list[dict[str, Any]]) -> list[str]:
+    """A note with the programs of CELLS that were not measured, and where."""
+    measured = {(row["size"], row["batch"], row["arm"]) for row in rows}
+    missing = []
+    for name in (PLAIN, *MERGED):
+        cells = [cell for cell, names in CELLS.items() if name in names]
+        places = [
+            f"{size} px, batch {batch}"
+            for size, batch in cells
+            if (size, batch, f"onnxruntime {name}") not in measured
+        ]
+        if places:
+            missing.append(name if len(places) == len(cells) else f"{name} ({'; '.join(places)})")
+    return [f"**Not measured** in ONNX Runtime: {', '.join(missing)}."] if missing else []
+
+
 def predictions(rows: list[dict[str, Any]]) -> list[str]:
     """A note with the predicted gains of each arm that has some."""
     notes = []
@@ -529,7 +536,7 @@ def report(options: argparse.Namespace) -> None:
         *table(["one pass", *heads], [[arm, *(text_of(cell, arm) for cell in cells)] for arm in arms]),
         f"\nAt 512 px a pass differs from that of a CPU by at most {100 * furthest:.2f} % (root mean square).",
         f"\n[{options.result.name}](results/{options.result.name}): {result['gpu']}, {versions}",
-        *(f"\n{note}" for note in [*predictions(result["rows"]), *result.get("notes", [])]),
+        *(f"\n{note}" for note in [*lacking(result["rows"]), *predictions(result["rows"]), *result.get("notes", [])]),
     ]
     (options.result.parents[1] / "gpu_onnx.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -541,7 +548,7 @@ def main() -> None:
         one = commands.add_parser(command.__name__, help=command.__doc__)
         one.add_argument("folder", type=Path, help="of the programs")
         one.add_argument("--architecture", default="sd15", choices=["sd15", "tiny"], help="default: %(default)s")
-        one.add_argument("--size", type=int, help="one size, plain and default, instead of all")
+        one.add_argument("--size", type=int, help="one size, plain and merged by default, instead of all")
         one.set_defaults(run=command)
     one.add_argument("output", type=Path, help="JSON file")
     one.add_argument("--device", default="cuda", choices=["cuda", "cpu"])

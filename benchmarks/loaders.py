@@ -138,7 +138,7 @@ def measure(plain: Path, merged: Path, loader: str, rounds: int, steps: int) -> 
 
 
 def commit() -> str:
-    """The commit of the repository that this file is in."""
+    """The commit of the repository that this file is in; that of `comparison.environment` needs Paddle."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 

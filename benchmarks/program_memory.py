@@ -7,7 +7,8 @@
 
 Each figure comes from processes of their own, which load the first programs of one export (sizes × ratios 0.5, 0.25,
 0.75, 0) as `load_pipeline` does and run each once, batch 2. Memory is PSS: what is mapped several times counts once,
-and what several processes share counts in equal parts. That of the process before the first program is subtracted.
+and what several processes share counts in equal parts. That of the process before the first program is subtracted. The
+programs of the committed results merge by the default method of 2.x.
 
 `serve` is the command with so many programs: the seconds from its start until `/ready` answers 200, and the PSS of the
 whole process once each program has generated an image of one step; medians of three starts, in turns with one program
@@ -134,7 +135,7 @@ def export(options: argparse.Namespace, most: int = len(RATIOS)) -> Path:
             unet.eval()
             pipe = StableDiffusionPipeline(**{**pipe.components, "unet": unet}, requires_safety_checker=False)
         sizes = [(side, side) for side in options.size[:most]]
-        export_pipeline(pipe, folder, RATIOS[:most], sizes, format="both", method="default")
+        export_pipeline(pipe, folder, RATIOS[:most], sizes, format="both")
     return folder
 
 

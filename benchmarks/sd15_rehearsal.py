@@ -26,7 +26,7 @@ from ppdiffusers_tome.comparison.results import make_result, write_result
 ROOT = Path(__file__).parents[1]
 NAME = "runwayml/stable-diffusion-v1-5"
 HUB = f"models/community/{NAME}"  # its path on the server
-OPTIONS = "--size 512 --steps 1 --rounds 1 --method default todo --prompt fox"  # of compare
+OPTIONS = "--size 512 --steps 1 --rounds 1 --method interlace todo --prompt fox"  # of compare
 VAE = {"block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "sample_size": 512}
 VAE |= {"down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4}
 TEXT = {"vocab_size": 49408, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12}  # CLIP ViT-L/14

@@ -24,7 +24,6 @@ from lab.speed.architectures import ARCHITECTURES
 from lab.speed.cases import MEASURED, ONNX_RUNTIME, Case, Measurement
 from top_block import OneBlock, build_transformer
 
-import ppdiffusers_tome
 from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.comparison.clock import gain, time_in_turns
@@ -38,7 +37,7 @@ from ppdiffusers_tome.run.onnx_runtime import OnnxProgram, OnnxRuntime
 
 SDXL = ARCHITECTURES["sdxl"]
 BLOCKS = ((2, 1024), (4, 1024), (4, 2048))  # level, and the side of the image in px
-CONFIGS = (ToMeConfig(method="default"), ToMeConfig(method="todo"), ToMeConfig(0.5, "todo"))
+CONFIGS = (ToMeConfig(0.5), ToMeConfig(0.75))
 BATCH = 2
 
 
@@ -54,15 +53,15 @@ def measure(level: int, size: int, rounds: int, threads: int) -> Case:
     shape = (BATCH, SDXL.config["block_out_channels"][stage], *grid)
     case = Case("sdxl", f"one block at level {level}", size, batch=BATCH, latent=[*latent], tokens=grid.tokens)
     inputs = {"sample": paddle.randn(shape), "encoder_hidden_states": paddle.randn(text)}
+    inputs["timestep"] = paddle.to_tensor([500.0])
     with tempfile.TemporaryDirectory() as folder, Converter() as converter:
         run: dict[Arm, Callable[[], object]] = {}
         for config in (None, *CONFIGS):
             layer = copy.deepcopy(block)
             if config is not None:
                 attach(layer, config, None)
-            kept = grid.tokens if config is None else ppdiffusers_tome.tome_summary(layer, *grid).blocks[0].kept
             arm = Arm(config, backend=ONNX_RUNTIME)
-            case.arms.append(Measurement(arm, kept=kept))
+            case.arms.append(Measurement(arm))
             program = load(layer, grid, Path(folder) / f"{len(run)}", threads, converter)
             run[arm] = partial(program, **inputs)
         seconds = time_in_turns(run, rounds, warm_up=2)
@@ -76,7 +75,7 @@ def load(layer: OneBlock, grid: Grid, folder: Path, threads: int, converter: Con
     config = layer.transformer.config
     sample = Input("sample", ("batch", config.in_channels, "height", "width"))
     text = Input("encoder_hidden_states", ("batch", SDXL.text, config.cross_attention_dim))
-    traceable = Traceable(layer, (sample, text))
+    traceable = Traceable(layer, (sample, text, Input("timestep", (1,))))
     files = tracing.write_program(traceable, folder, {"height": grid.h, "width": grid.w}, "block")
     return OnnxProgram(converter.convert(*files, "block"), OnnxRuntime(threads=threads))
 

@@ -26,6 +26,7 @@ class OneBlock(nn.Layer):
         stage = nn.Layer()
         transformer.transformer_blocks = nn.LayerList([transformer.transformer_blocks[0]])
         stage.attentions, stage.downsamplers = nn.LayerList([transformer]), None
+        self.time_proj = nn.Identity()
         self.down_blocks = nn.LayerList([stage])
 
     @property
@@ -33,21 +34,9 @@ class OneBlock(nn.Layer):
         """The transformer."""
         return self.down_blocks[0].attentions[0]
 
-    def forward(self, sample: paddle.Tensor, encoder_hidden_states: paddle.Tensor) -> paddle.Tensor:
-        """Calls the transformer as its UNet does."""
-        return self.transformer(sample, encoder_hidden_states=encoder_hidden_states, return_dict=False)[0]
-
-
-class OneTimedBlock(OneBlock):
-    """The same, whose UNet gets the timestep too."""
-
-    def __init__(self, transformer: nn.Layer) -> None:
-        super().__init__(transformer)
-        self.time_proj = nn.Identity()
-
     def forward(
         self, sample: paddle.Tensor, encoder_hidden_states: paddle.Tensor, timestep: paddle.Tensor
     ) -> paddle.Tensor:
-        """Shows the timestep to what reads it."""
-        self.time_proj(timestep)
-        return super().forward(sample, encoder_hidden_states)
+        """Calls the transformer as its UNet does, with the timestep in the text: a program reads all its inputs."""
+        text = encoder_hidden_states + self.time_proj(timestep)
+        return self.transformer(sample, encoder_hidden_states=text, return_dict=False)[0]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -77,6 +77,10 @@ class ToMeConfig:
         >>> ToMeConfig().effective_ratio, ToMeConfig(method="tomesd").effective_ratio
         (0.75, 0.5)
     """
+
+    __pydantic_config__: ClassVar = {
+        "extra": "forbid"
+    }  # in a model of pydantic a wrong name is an error, as in a call
 
     ratio: float | None = None
     method: str = DEFAULT_METHOD
@@ -235,6 +239,16 @@ def _is_flag(value: Any) -> bool:
     return isinstance(value, (bool, np.bool_))
 
 
+def _is_number(value: Any) -> bool:
+    if not isinstance(value, Real) or _is_flag(value):
+        return False
+    try:
+        float(value)
+    except OverflowError:  # an integer that has no float
+        return False
+    return True
+
+
 _TOKENS = Rule(lambda value: _is_integer(value, 1), "an integer number of tokens, 1 or more")
 _FLAG = Rule(_is_flag, "True or False")
 # The rule of `ratio` depends on the method, see `_check_ratio`. Which methods have a setting, their entries say.
@@ -273,7 +287,7 @@ def _why_no_method(method: Any) -> str:
 def _check_ratio(config: ToMeConfig, method: Method) -> None:
     """Raise ParameterError if the ratio of a config is not one that its method allows with its cells."""
     value: Any = config.ratio
-    if _is_flag(value) or not isinstance(value, Real):
+    if not _is_number(value):
         raise ParameterError("ratio", value, "it must be a number from 0, and below 1.")
     ratio, largest = config.effective_ratio, method.largest_ratio(config.sx, config.sy)
     of_cells = f"1 - 1/(sx·sy) = {largest:g} for sx={config.sx}, sy={config.sy}"

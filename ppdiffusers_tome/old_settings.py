@@ -41,10 +41,13 @@ def settings_of_2(settings: Mapping[str, Any]) -> dict[str, Any]:
     blend = changed.pop("blend", 0 if match == "grid" else 1)
     is_plain = window is None and is_proportional is False and blend == 1
     if match == "grid" and attention == "kv" and blend == 0:
-        of_tomesd = ("use_rand", "seed", "merge_crossattn", "merge_mlp")
-        others = {name: value for name, value in changed.items() if name not in of_tomesd}
         if changed.get("use_rand", True):
             raise ToMeConfigError('it has random tokens of each cell, which method="todo" has not: use "interlace".')
+        for name in ("merge_crossattn", "merge_mlp"):
+            if changed.get(name, False):
+                raise ToMeConfigError(f'it has {name}, which only method="tomesd" has since release 3.0.')
+        chose_nothing = ("use_rand", "seed", "merge_crossattn", "merge_mlp")
+        others = {name: value for name, value in changed.items() if name not in chose_nothing}
         return {"ratio": 0.5, **others, "method": "todo"}
     if match == "similarity" and isinstance(attention, bool) and is_plain:
         if changed.get("seed", 0) is None:

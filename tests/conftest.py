@@ -134,15 +134,15 @@ def traces(model):
 
 
 def widths(model):
-    """A dict that the next pass fills with the number of tokens [B, N, C] that each layer gets, by path."""
+    """A dict that the next pass fills with the number of tokens [B, N, C] that each layer returns, by path."""
     seen = {}
 
-    def record(layer, arguments, path):
-        if arguments and getattr(arguments[0], "ndim", 0) == 3:
-            seen[path] = arguments[0].shape[1]
+    def record(layer, arguments, output, path):
+        if getattr(output, "ndim", 0) == 3:
+            seen[path] = output.shape[1]
 
     # All models share the activations of ppdiffusers, which are layers: no hook may stay on them.
-    hooks = [layer.register_forward_pre_hook(partial(record, path=path)) for path, layer in model.named_sublayers()]
+    hooks = [layer.register_forward_post_hook(partial(record, path=path)) for path, layer in model.named_sublayers()]
 
     def remove(_layer, _arguments, _output):
         for hook in hooks:

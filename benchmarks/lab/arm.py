@@ -1,15 +1,15 @@
 """The configuration under test: what every benchmark plans, measures, and stores with its figures."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
-from ppdiffusers_tome.config import ToMeConfig, upgraded
+from ppdiffusers_tome.config import ToMeConfig
 from ppdiffusers_tome.wording import merging_in_words
 
 PLAIN = "plain"
 EAGER = "eager"
-OURS, BUILT_IN, LIMIT, PYTORCH = "ours", "built-in", "limit", "PyTorch"  # values of `by`
+OURS, BUILT_IN = "ours", "built-in"  # values of `by`
 ANOTHER_SEED = "another seed"
 
 
@@ -19,8 +19,7 @@ class Arm:
 
     Args:
         config: how tokens merge; None: they do not.
-        by: what merges: OURS, this package; BUILT_IN, the apply_tome that ppdiffusers ships; LIMIT, a slice that cuts
-            as many tokens (free_merge.py); PYTORCH, tomesd itself in diffusers.
+        by: what merges: OURS, this package; BUILT_IN, the apply_tome that ppdiffusers ships.
         attention: PLAIN, "slicing" or "xformers".
         backend: of a timed pass: EAGER, or one of `speed.cases.PROGRAMS`. A benchmark of images has one for all arms.
         steps: of an image; None: as many as the plain images.
@@ -29,8 +28,8 @@ class Arm:
         other_seed: the noise is another one.
 
     Example:
-        >>> Arm(ToMeConfig(0.7, "default", sx=4), steps=14).name
-        '14 steps + default 0.7, sx=4'
+        >>> Arm(ToMeConfig(0.5, "tomesd", sx=4), steps=14).name
+        '14 steps + tomesd 0.5, sx=4'
     """
 
     config: ToMeConfig | None = None
@@ -44,7 +43,7 @@ class Arm:
     @property
     def ratio(self) -> float:
         """Share of tokens to merge; 0 if nothing merges."""
-        return self.config.ratio if self.config else 0.0
+        return self.config.effective_ratio if self.config else 0.0
 
     @property
     def merging(self) -> str:
@@ -58,14 +57,13 @@ class Arm:
 
     @property
     def pass_name(self) -> str:
-        """As `name`, of a timed pass, such as "default 0.5, eager". The choice of dst, equal in all, is left out."""
+        """As `name`, of a timed pass, such as "interlace 0.75, eager"; without the choice of dst, equal in all."""
         return f"{self._name(self._merging(without=('use_rand',)))}, {self.backend}"
 
     def _merging(self, without: Collection[str] = ()) -> str:
         if self.config is None:
             return ""
-        # A slice has neither windows nor weights.
-        words = merging_in_words(self.config, {*without, *(("window", "proportional") if self.by == LIMIT else ())})
+        words = merging_in_words(self.config, without)
         return words if self.by == OURS else f"{words} ({self.by})"
 
     def _name(self, merging: str) -> str:
@@ -77,11 +75,11 @@ class Arm:
 
     def to_json(self) -> dict[str, Any]:
         """The fields that differ from those of the plain arm; `config` with all settings of merging."""
-        usual = {field.name: field.default for field in fields(self)}
-        return {name: value for name, value in asdict(self).items() if value != usual[name]}
+        given = {**vars(self), "config": self.config and self.config.settings()}
+        return {field.name: given[field.name] for field in fields(self) if given[field.name] != field.default}
 
     @classmethod
     def from_json(cls, settings: Mapping[str, Any]) -> "Arm":
-        """The arm of `to_json`, also with a config that a release before 3.0 wrote."""
+        """The arm of `to_json`."""
         config = settings.get("config")
-        return cls(**{**settings, "config": config and ToMeConfig(**upgraded(config))})
+        return cls(**{**settings, "config": config and ToMeConfig(**config)})

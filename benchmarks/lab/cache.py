@@ -125,4 +125,4 @@ def program_key(size: int, by: str, config: ToMeConfig | None, format: str) -> s
     `by` is what merges by `config`, which is None where nothing does; `format` is one of `run.manifest.FORMATS`.
     The batch is dynamic.
     """
-    return f"{by}_{digest([size, by, config and asdict(config), format])}"
+    return f"{by}_{digest([size, by, config and config.settings(), format])}"

@@ -1,4 +1,4 @@
-"""The command lines of `bench.py` and `evaluate.py`."""
+"""The command line of `bench.py`."""
 
 import argparse
 from collections.abc import Sequence

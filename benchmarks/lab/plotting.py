@@ -1,24 +1,19 @@
 """How plots look and how they are saved: colours for colour-blind readers, small files, equal bytes each time."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from PIL import Image
 
-# The palette of Okabe and Ito.
-ORANGE, SKY, GREEN, BLUE, RED, PURPLE = "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7"
+BLUE, RED, PURPLE = "#0072B2", "#D55E00", "#CC79A7"  # of the palette of Okabe and Ito
 GREY = "#666666"
 WIDTH, DPI = 8.0, 130  # inches, dots per inch: readable where a page shows a plot 800 px wide
-PALETTE = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY)
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def make_figure(columns: int = 1, rows: int = 1, height: float = 4.2) -> tuple[Figure, list[Axes]]:
@@ -45,33 +40,6 @@ def use_log_scale(axes: Axes) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
-
-
-def looks_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """A colour and a marker for each name, in the order of their first places; no two have the same."""
-    looks = {}
-    for nth, name in enumerate(dict.fromkeys(names)):
-        colour = mix(PALETTE[nth % len(PALETTE)], "black", min(0.3 * (nth // len(PALETTE)), 0.9))
-        looks[name] = colour, MARKERS[nth % len(MARKERS)]
-    return looks
-
-
-def plot_lines(axes: Axes, frame: pd.DataFrame, x: str, y: str, by: str) -> None:
-    """A line for each value of the column `by`, in the look of `looks_of`.
-
-    Where the frame has the columns `{y}_low` and `{y}_high` and a line has several points, it has a band between them.
-    """
-    has_band = {f"{y}_low", f"{y}_high"} <= set(frame)
-    for name, (colour, marker) in looks_of(frame[by]).items():
-        rows = frame[(frame[by] == name) & frame[y].notna()]
-        axes.plot(rows[x], rows[y], color=colour, marker=marker, ms=4.5, lw=1, label=name)
-        if has_band:
-            axes.fill_between(rows[x], rows[f"{y}_low"], rows[f"{y}_high"], color=colour, alpha=0.15, lw=0)
-
-
-def mix(colour: str, other: str, share: float) -> str:
-    """A colour with a share of another one."""
-    return to_hex((1 - share) * np.array(to_rgb(colour)) + share * np.array(to_rgb(other)))
 
 
 def add_legend(figure: Figure, panels: Sequence[Axes], columns: int = 4) -> None:

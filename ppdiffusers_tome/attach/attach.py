@@ -24,7 +24,16 @@ from ..families.models import (
 from .attention import AttentionWrap, ProjectionWrap
 from .forward import ensure, remove, wrap_of
 from .layers import MergeWrap
-from .passes import CHUNKED_FEED_FORWARD, Applied, Attachment, BlockWrap, GridWrap, PassWrap, TimestepWrap, TransformerWrap
+from .passes import (
+    CHUNKED_FEED_FORWARD,
+    Applied,
+    Attachment,
+    BlockWrap,
+    GridWrap,
+    PassWrap,
+    TimestepWrap,
+    TransformerWrap,
+)
 from .placement import Placement, placements
 from .rotary import RotaryAttentionWrap
 

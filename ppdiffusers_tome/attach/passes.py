@@ -74,6 +74,11 @@ class Applied(NamedTuple):
     config: ToMeConfig
     placements: Mapping[int, Placement]  # by the index of the block
 
+    @property
+    def merges(self) -> bool:
+        """Whether anything merges; at ratio 0 a pass is not even looked at."""
+        return any(placement.share < 1 for placement in self.placements.values())
+
     def __deepcopy__(self, memo: dict) -> "Applied":
         return self
 
@@ -234,7 +239,7 @@ class GridWrap(PassWrap):
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         x = _first(args, kwargs)
         one = self.enter(layer, x)
-        if one is not None and one.applied is not None:
+        if one is not None and one.applied is not None and one.applied.merges:
             one.grids[self] = token_grid(self._family, layer, x, one.grids.get(self))
         return self.forward(layer, *args, **kwargs)
 

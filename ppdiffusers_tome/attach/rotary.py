@@ -35,23 +35,23 @@ class RotaryAttentionWrap(InnerWrap):
         super().__init__(block.block, name)
         self._family, self._facts = block.family, block.facts
 
-    def __call__(
+    def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
+        plan = self.plan()
+        if plan is None:
+            return self.forward(layer, *args, **kwargs)
+        return self._compute(layer, plan, *args, **kwargs)
+
+    def _compute(
         self,
         layer: nn.Layer,
+        plan: MergePlan,
+        /,
         hidden_states: paddle.Tensor,  # [B, N, C] of the image, or of text and image
         encoder_hidden_states: paddle.Tensor | None = None,  # [B, T, C] of the text
         attention_mask: paddle.Tensor | None = None,  # [B, 1, 1, N + T], only in HunyuanVideo: false for unused text
         **others: Any,
     ) -> Any:
-        plan = self.plan()
-        if plan is None:
-            return self.forward(
-                layer,
-                hidden_states,
-                encoder_hidden_states=encoder_hidden_states,
-                attention_mask=attention_mask,
-                **others,
-            )
+        """What the layer's `forward` returns for these arguments, with fewer keys."""
         rows = others.pop(self._family.positions or "", None)
         self._check(layer, attention_mask, others)
         names, layout = self._family.attention, self._facts.text
@@ -69,7 +69,8 @@ class RotaryAttentionWrap(InnerWrap):
         mask = None if attention_mask is None else _mask_of_keys(attention_mask, plan, stream.length, query.dtype)
         output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask).cast(query.dtype)
         output = output.reshape([0, 0, output.shape[2] * output.shape[3]])
-        return join(layout, self._outputs(layer, names, split_text_first(output, stream.length)))
+        of_text, of_image = output[:, : stream.length], output[:, stream.length :]
+        return join(layout, self._outputs(layer, names, Stream(of_image, of_text if stream.length else None)))
 
     def _outputs(self, layer: nn.Layer, names: Attention, stream: Stream) -> Stream:
         """Image and text after the projections of the output."""
@@ -100,11 +101,6 @@ class RotaryAttentionWrap(InnerWrap):
                 "another library has replaced the forward of an attention before apply_tome(), as enable_cache() "
                 "does, and merging would leave that out: undo it, call apply_tome(), then repeat it."
             )
-
-
-def split_text_first(tokens: paddle.Tensor, text: int) -> Stream:
-    """The image and the text of a sequence [B, T + N, C] with T tokens of text before the image."""
-    return Stream(tokens[:, text:], tokens[:, :text]) if text else Stream(tokens, None)
 
 
 def _heads(layer: nn.Layer, names: Attention, layout: Text | None, part: str, stream: Stream) -> paddle.Tensor:

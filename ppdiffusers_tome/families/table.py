@@ -195,7 +195,7 @@ FAMILIES: list[Family] = [
         transformers=("HunyuanVideoTransformer3DModel",),
         blocks={
             "HunyuanVideoTransformerBlock": _joint(attn=("attn",)),
-            "HunyuanVideoSingleTransformerBlock": _single_stream(Text.LAST),
+            "HunyuanVideoSingleTransformerBlock": _single_stream(Text.SHARED_PROJECTIONS),
         },
         grid_layers=("x_embedder.proj",),
         timestep_inputs=("time_text_embed",),

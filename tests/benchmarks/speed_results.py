@@ -16,8 +16,8 @@ def times(share, seconds=PLAIN):
 
 
 def config(ratio, **settings):
-    """The config of an arm by tomesd's method, unless the settings name another one; None at ratio 0."""
-    return ToMeConfig(**{"ratio": ratio, "use_rand": False, "method": "tomesd", **settings}) if ratio else None
+    """The config of an arm by tomesd's method with fixed dst, which the built-in ToMe must equal; None at ratio 0."""
+    return ToMeConfig(ratio, "tomesd", use_rand=False, **settings) if ratio else None
 
 
 def arm(seconds, ratio=0.0, *, status="measured", memory=None, attention="plain", backend="eager", **fields):
@@ -26,7 +26,7 @@ def arm(seconds, ratio=0.0, *, status="measured", memory=None, attention="plain"
     costs["parity"] = {"against": "its reference", "difference": 2e-6}
     reason = None if status == "measured" else "the allocator failed"
     made = Arm(config(ratio), attention=attention, backend=backend)
-    return {**Measurement(made, int(4096 * (1 - ratio)), status=status, reason=reason, **costs).to_json(), **fields}
+    return {**Measurement(made, status=status, reason=reason, **costs).to_json(), **fields}
 
 
 def case(arms, *, size=512, batch=2, **fields):

@@ -9,7 +9,6 @@ import pandas as pd
 import pytest
 from conftest import inputs, tiny_pipeline, traces
 from lab.arm import Arm
-from lab.quality.quality_plots import is_on_frontier
 from zoo.parts import unet as unet_of_zoo
 
 from ppdiffusers_tome import ToMeConfig
@@ -65,7 +64,7 @@ def test_a_step_of_deep_cache_computes_the_first_level_with_features_of_the_last
 
 def test_frontier_leaves_out_what_is_slower_or_further():
     speed_up, nearness = pd.Series([1.5, 1.2, 1.1, 0.9, 1.3]), pd.Series([30.0, 40.0, 35.0, 50.0, 29.0])
-    assert is_on_frontier(speed_up, nearness).tolist() == [True, True, False, False, False]
+    assert alternatives.is_on_frontier(speed_up, nearness).tolist() == [True, True, False, False, False]
 
 
 def test_arms_have_names_of_their_own_and_allowed_settings():
@@ -76,7 +75,7 @@ def test_arms_have_names_of_their_own_and_allowed_settings():
 
 
 def test_committed_results_have_these_arms_alone():
-    """What no result has goes. Entries of both forms are read."""
+    """What no result has goes."""
     known = {arm.name: arm for arm in alternatives.list_arms()}
     results = [read_json(file) for file in sorted(alternatives.RESULTS.glob("alternatives_*.json"))]
     assert {entry["name"] for result in results for entry in result["arms"]} == {*known}
@@ -91,10 +90,10 @@ def test_an_arm_that_is_no_faster_has_no_factor_and_no_place_on_the_frontier():
         "rest": [0.0, 0.0, 0.0],
         "plain": [1.0, 2.0, 1.0],
         "interlace 0.75": [0.5, 2.5, 1.0],
-        "kv 0.75": [0.5] * 3,
+        "todo 0.75": [0.5] * 3,
     }
     entries = [{"name": arm.name, "group": "merging", "settings": arm.to_json(), "psnr": psnr, "perceptual": 0.1}
-               for arm, psnr in ((Arm(ToMeConfig()), 50.0), (Arm(ToMeConfig(0.75, "kv")), 30.0))]  # fmt: skip
+               for arm, psnr in ((Arm(ToMeConfig(0.75)), 50.0), (Arm(ToMeConfig(0.75, "todo")), 30.0))]  # fmt: skip
     timing = {"seconds": dict.fromkeys(alternatives.TIMED, seconds)}
     frame = alternatives.read_frame({"steps": 1, "strength": None, "arms": entries, "timing": timing})
     assert frame["gain_onnxruntime"].map(str).tolist() == ["2.00×", "no difference"]
@@ -113,7 +112,7 @@ def model(tmp_path):
 def test_a_result_is_continued_timed_and_reported_and_one_of_other_images_is_refused_or_replaced(
     model, tmp_path, monkeypatch, capsys
 ):
-    arms = [Arm(ToMeConfig()), Arm(steps=1), Arm(other_seed=True), Arm(every=2)]
+    arms = [Arm(ToMeConfig(0.75)), Arm(steps=1), Arm(other_seed=True), Arm(every=2)]
     monkeypatch.setattr(alternatives, "list_arms", lambda: arms)
     monkeypatch.setattr(alternatives, "ROOT", tmp_path)
 
@@ -132,6 +131,7 @@ def test_a_result_is_continued_timed_and_reported_and_one_of_other_images_is_ref
     (file,) = (tmp_path / "results").glob("*.json")
     assert file.stem.endswith("_32_dpm_solver_2_steps_guidance_2")
     assert read_json(file)["scheduler"] == "DPMSolverMultistepScheduler"
+    assert read_json(file)["variant"] == ["DPM-Solver++", "2 steps", "guidance 2"]
     generated = {path: path.stat().st_mtime_ns for path in tmp_path.glob("build/alternatives_*/*/images/*/*.png")}
     assert len(generated) == 10
     drawn = read_json(file)

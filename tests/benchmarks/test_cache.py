@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from dataclasses import replace
+import shutil
 from pathlib import Path
 
 import pytest
@@ -62,11 +62,33 @@ def test_other_sources_versions_and_models_have_another_folder(pipeline, tmp_pat
     assert len(folders) == 3 and {folder.parent for folder in folders} == {tmp_path}
 
 
+@pytest.mark.parametrize(
+    ("module", "decides"),
+    [
+        *((f"{name}.py", True) for name in ("methods/pairs", "export/export", "serving/engine", "__init__")),
+        *((f"{name}.py", False) for name in ("commands/export", "cli", "_version")),
+        *((f"{name}.py", True) for name in ("lab/quality/networks", "lab/speed/worker")),
+        ("bench.py", False),
+    ],
+)
+def test_sources_are_the_code_that_measures(module, decides, tmp_path, monkeypatch):
+    """That of the package, and of the library of benchmarks/."""
+    is_lab = not (cache.PACKAGE / module).exists()
+    original = cache.LAB.parent if is_lab else cache.PACKAGE
+    copied = shutil.copytree(original, tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(cache, "LAB" if is_lab else "PACKAGE", copied / "lab" if is_lab else copied)
+    before = cache.sources.__wrapped__()
+    assert before == cache.sources.__wrapped__()
+    with (copied / module).open("a") as file:
+        file.write("answer = 42\n")
+    assert (cache.sources.__wrapped__() != before) == decides
+
+
 def test_what_decides_a_program_is_in_its_key():
     base = {"size": 128, "by": "ours", "config": ToMeConfig(0.5, "tomesd"), "format": "paddle"}
-    others = [{"size": 256}, {"by": "limit"}, {"config": None}, {"format": "onnx"}]
-    changes = [{"ratio": 0.4}, {"use_rand": False}, {"seed": 1}, {"method": "symmetric"}]
-    configs = [replace(base["config"], **change) for change in changes]
+    others = [{"size": 256}, {"by": "built-in"}, {"config": None}, {"format": "onnx"}]
+    changes = [{"ratio": 0.4}, {"use_rand": False}, {"seed": 1}, {"method": "interlace"}]
+    configs = [ToMeConfig(**{"ratio": 0.5, "method": "tomesd", **change}) for change in changes]
     keys = {program_key(**{**base, **changes}) for changes in [{}, *others, *({"config": c} for c in configs)]}
     assert len(keys) == 9 and program_key(128, "ours", ToMeConfig(0.5, "tomesd"), "paddle") in keys
 

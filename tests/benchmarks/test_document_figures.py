@@ -7,8 +7,11 @@ from copy import deepcopy
 
 import document_figures as figures
 import pytest
+import speed_results as stored
+from lab.arm import Arm
 from markdown_text import ROOT, documents, prose
 
+from ppdiffusers_tome.comparison.results import write_result
 from ppdiffusers_tome.config import ToMeConfig
 
 PAGES = documents("README*.md", "docs/**/*.md", "benchmarks/README.md", "examples/emoji_sd/README.md")
@@ -36,7 +39,7 @@ def test_arms_that_a_result_lacks_have_no_row(monkeypatch):
     monkeypatch.setattr(figures, "read", results.__getitem__)
     rows = {line.split(" | ")[0]: line for line in figures.table_of_images().splitlines()}
     assert "| tomesd 0.5" not in rows and "| todo 0.75" in rows
-    assert rows["| todo 0.75"].split(" | ")[5:7] == ["–", "–"] and "–" not in rows["| default 0.5"]
+    assert rows["| todo 0.75"].split(" | ")[5:7] == ["–", "–"] and "–" not in rows["| interlace 0.5"]
 
 
 CALL = r"`(pipe\.apply_tome\(ratio=.*?\))`"
@@ -54,7 +57,7 @@ def test_calls_that_documents_recommend_are_those_that_were_measured(document):
     assert bool(measured) != document.startswith("README")  # the READMEs have no table of methods
     arms = {arm.name: arm for arm in figures.alternatives.list_arms()}
     for call, name in measured:
-        assert arguments(call) == arms[name].config, f"{document}: {call}"
+        assert Arm(arguments(call)).name == name == arms[name].name, f"{document}: {call}"
 
 
 def arguments(call):
@@ -64,24 +67,57 @@ def arguments(call):
 
 
 def test_a_figure_follows_its_result(tmp_path, monkeypatch):
-    shutil.copy(figures.RESULTS / "ops.json", tmp_path / "a.json")
+    shutil.copy(figures.RESULTS / "scenes_unet.json", tmp_path / "a.json")
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     monkeypatch.setitem(figures.LOOKUPS, "value", figures.value)
-    text = "In <!--= value a rounds -->?<!--/--> rounds, of <!--= value a case/channels .1f -->9<!--/-->"
-    assert figures.update(text) == text.replace("?", "10").replace("9<", "320.0<")
-    monkeypatch.undo()
-    assert figures.noise() == "4 %"
+    text = "In <!--= value a rounds -->?<!--/--> rounds, of <!--= value a cases/*/tokens .1f -->9<!--/-->"
+    assert figures.update(text) == text.replace("?", "3").replace("9<", "4096.0<")
+
+
+def test_noise_is_that_of_gains_that_were_measured_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    again = deepcopy(figures.read("scenes_unet"))
+    write_result(tmp_path / "one.json", again)
+    assert figures.noise() == ""
+    again["cases"][0]["arms"][1]["seconds"] = [1.1 * s for s in again["cases"][0]["arms"][1]["seconds"]]
+    write_result(tmp_path / "another.json", again)
+    assert figures.noise() == "10 %"
+
+
+def test_what_was_not_measured_is_a_dash(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    for name, *arguments in (
+        ("memory", "sd15_eager", "512", "plain"),
+        ("on_cpu", "onnxruntime", "512", "interlace", "0.5"),
+        ("sdxl_block", "2", "1024", "interlace", "0.75"),
+        ("by_runtime", "openvino"),
+        ("loader_gain", "genai"),
+        ("block", "joint", "interlace", "0.75"),
+    ):
+        assert {*figures.LOOKUPS[name](*arguments)} == {figures.NOT_MEASURED}
+    assert figures.on_gpu("512", "2", "onnxruntime", "interlace", "0.9375") == figures.NOT_MEASURED
+    assert figures.table_of_sizes() == ""
+
+
+def test_sizes_and_batches_are_a_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    arms = [stored.arm([4.0] * 3, memory=2), stored.arm([2.0] * 3, 0.5, memory=1)]
+    cases = [stored.case(arms, size=size, batch=batch) for size in (128, 256) for batch in (2, 4)]
+    stored.write(tmp_path / "scenes_sizes.json", stored.result(cases))
+    head, _, first, *_, last = figures.table_of_sizes().splitlines()
+    assert head == "| px | batch | plain | tomesd 0.5, use_rand=False |"
+    assert first == "| 128 | 2 | 4.00 s, 2.00 GB | 2.00 s (2.00×), 1.00 GB |" and last.startswith("| 256 | 4 |")
 
 
 def test_a_gain_agrees_with_the_times_beside_it():
     """Wherever a page has both, but for what rounding of the times hides; 15.7 and 15.9 ms are no gain."""
     rows = [line.split(" | ") for line in figures.table_of_passes().splitlines()[2:]]
     pairs = [(float(row[5]), float(row[6]), row[7]) for row in rows]
+    assert len(pairs) >= 5
     for row in (figures.gpu_row(size) for size in ("512", "768", "1024", "1536")):
-        for plain, merged in [(row[0], cell) for cell in row[1:4]] + [(row[4], row[5])]:
-            if merged != "–":
-                milliseconds, _, gain = merged.partition(" (")
-                pairs.append((float(plain), float(milliseconds), gain.removesuffix(")")))
+        for plain, merged in (row[:2], row[2:]):
+            milliseconds, _, gain = merged.partition(" (")
+            pairs.append((float(plain), float(milliseconds), gain.removesuffix(")")))
     assert figures.gpu_row("512")[:2] == ["15.7", "15.9 (no difference)"]
     for plain, merged, gain in pairs:
         if gain != "no difference":
@@ -113,7 +149,7 @@ def test_every_function_of_the_table_is_used():
         "<!--= value -->1<!--/--> begins",
         "- a\n  <!--= value -->1<!--/--> begins",
         "no <!--= value -->1",
-        "its unit <!--= value ops rounds -->10<!--/-->×",
+        "its unit <!--= value scenes_unet rounds -->10<!--/-->×",
         "| row | 1 <!--: choice 1 --> | 2 |",
         "| row | 1 <!--| choice 1 --> |",
     ],

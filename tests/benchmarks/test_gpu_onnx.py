@@ -18,7 +18,7 @@ def test_programs_have_no_weights_but_their_statistics(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["gpu_onnx.py", *arguments])
     gpu_onnx.main()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "128 default 0.5.onnx",
+        "128 interlace 0.75.onnx",
         "128 plain.onnx",
         "origin.json",
     ]
@@ -39,8 +39,7 @@ def test_a_block_for_gpus_has_few_operators_more_than_plain():
         added, True
     )
     assert added["interlace 0.75"] == added["interlace 0.5"] == (10, 8), "a gather of tokens, one of indices, the turn"
-    assert added["todo 0.75"] == added["todo 0.75, sx=4"] == added["todo 0.5"] == (1, 1)
-    assert 0 < added["default 0.5"][1] < added["default 0.5"][0]
+    assert added["todo 0.75"] == added["todo 0.5"] == (1, 1)
 
 
 def test_names_of_arms_are_those_of_every_benchmark():
@@ -71,6 +70,17 @@ def test_interlace_is_predicted_by_the_keys_that_it_removes():
     assert "interlace 0.75 gains 1.25× at 512 px, batch 2, if it saves the time that todo 0.75 saves." in as_many
     assert "interlace 0.5 gains 1.15× at 512 px, batch 2, if it saves two thirds of the time" in two_thirds
     assert gpu_onnx.predictions(rows + rows_of(**{"interlace 0.75": 24, "interlace 0.5": 27})) == []
+
+
+def test_what_was_not_measured_is_listed():
+    rows = [
+        {"size": size, "batch": batch, "arm": f"onnxruntime {name}"}
+        for (size, batch), names in gpu_onnx.CELLS.items()
+        for name in names
+    ]
+    assert gpu_onnx.lacking(rows) == []
+    (note,) = gpu_onnx.lacking([row for row in rows if (row["size"], row["arm"][12:]) != (768, "todo 0.5")])
+    assert note == "**Not measured** in ONNX Runtime: todo 0.5 (768 px, batch 2)."
 
 
 def test_arms_take_turns():

@@ -10,87 +10,42 @@ import pytest
 from conftest import traces
 from lab.arm import Arm
 from lab.speed import backends
-from lab.speed.cases import make_case, make_configs
+from lab.speed.cases import make_configs
 from lab.speed.catalog import make_arms
 from lab.speed.workloads import Workload
 from ppdiffusers.models.attention_processor import XFormersAttnProcessor
 from speed_results import config, open_backend, tiny
 
-from ppdiffusers_tome import ToMeConfig, ToMeConfigError
+from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.commands.merge_options import parse_settings
-
-WHOLE = {"method": "default", "window": None, "proportional": False}
 
 
 def test_arms_are_backends_by_ratios_by_levels():
-    configs = make_configs([0.5, 0.75], [WHOLE])
-    arms = make_arms(tiny(), ["plain", "memory-efficient", "tome", "both"], ["eager", "predictor"], configs)
+    configs = make_configs([0.5, 0.75])
+    arms = make_arms(["plain", "memory-efficient", "tome", "both"], ["eager", "predictor"], configs)
     names = [arm.name for arm in arms]
     assert names[:4] == [
         *("plain, eager", "memory-efficient, eager"),
-        *(f"default {ratio}, window=None, proportional=False, eager" for ratio in (0.5, 0.75)),
+        *(f"interlace {ratio}, eager" for ratio in (0.5, 0.75)),
     ]
-    assert len({*names}) == len(names) and [arm.kept for arm in arms[:4]] == [256, 256, 204, 64]
+    assert len({*names}) == len(names)
     assert [one.arm.ratio for one in arms if one.arm.backend == "predictor"] == [0, 0.5, 0.75]
     assert {arm.status for arm in arms} == {"planned"}
 
 
-def test_arms_of_interlace_have_as_many_keys_as_it_keeps():
-    arms = make_arms(tiny(), ["tome", "limit"], ["eager"], make_configs([0.5, 0.75], [{"method": "interlace"}]))
-    assert [(arm.name, arm.kept) for arm in arms] == [
-        ("interlace 0.5, eager", 128),
-        ("interlace 0.75, eager", 64),
-        ("interlace 0.5 (limit), eager", 128),
-        ("interlace 0.75 (limit), eager", 64),
-    ]
-
-
-def test_without_a_way_to_merge_the_arm_is_the_method_of_the_committed_results():
-    assert make_configs([0.5]) == [ToMeConfig(0.5, "default", use_rand=False)]
-
-
 def test_merging_arms_take_every_ratio_or_their_own():
-    texts = (
-        "window=8",
-        "proportional,window=none",
-        "method=tomesd",
-        "method=todo,ratio=0.75",
-        "method=kv,ratio=0.75",
-    )
-    base = "method=default,window=none,proportional=false"
-    mergings = [parse_settings(base), *({**parse_settings(base), **parse_settings(text)} for text in texts)]
-    configs = make_configs([0.5, 0.25, 0.5], mergings)
-    assert all(not config.use_rand for config in configs)
-    arms = make_arms(tiny(), ["tome"], ["eager"], configs)
+    texts = ("method=interlace", "method=tomesd", "method=tomesd,sx=4", "method=todo,ratio=0.75")
+    configs = make_configs([0.5, 0.25, 0.5], [parse_settings(text) for text in texts])
+    arms = make_arms(["tome"], ["eager"], configs)
     assert [arm.name.removesuffix(", eager") for arm in arms] == [
-        "default 0.5, window=None, proportional=False",
-        "default 0.5, window=8, proportional=False",
-        "default 0.5, window=None",
+        "interlace 0.5",
         "tomesd 0.5",
-        "todo 0.75, proportional=False",
-        "kv 0.75, window=None, proportional=False",
-        "default 0.25, window=None, proportional=False",
-        "default 0.25, window=8, proportional=False",
-        "default 0.25, window=None",
+        "tomesd 0.5, sx=4",
+        "todo 0.75",
+        "interlace 0.25",
         "tomesd 0.25",
+        "tomesd 0.25, sx=4",
     ]
-
-
-@pytest.mark.parametrize(
-    ("model", "fields", "ratio", "level", "message"),
-    [
-        ("tiny", {"size": 128}, 0.001, None, "--ratio 0.001 merges no token"),
-        ("sdxl", {"size": 1024}, 0.5, 1, "sdxl has attention from level 2 on"),
-    ],
-)
-def test_arms_that_merge_nothing_are_refused(model, fields, ratio, level, message):
-    with pytest.raises(ToMeConfigError, match=message):
-        make_arms(
-            make_case(model, **fields),
-            ["tome"],
-            ["eager"],
-            make_configs([ratio], [{"method": "default", "max_downsample": level}]),
-        )
 
 
 def test_eager_arms_compute_what_they_should_and_leave_no_trace(tmp_path):
@@ -112,8 +67,8 @@ def test_eager_arms_compute_what_they_should_and_leave_no_trace(tmp_path):
 def test_xformers_saves_the_memory_of_a_gpu(tmp_path):
     case = tiny()
     with patch("paddle.get_device", return_value="gpu:0"):
-        configs = make_configs([0.5], [WHOLE])
-        arms = make_arms(case, ["memory-efficient", "both"], ["eager"], configs)
+        configs = make_configs([0.5])
+        arms = make_arms(["memory-efficient", "both"], ["eager"], configs)
     efficient, both = (measured.arm for measured in arms)
     assert efficient.attention == both.attention == "xformers"
     workload, attend = Workload(case), XFormersAttnProcessor.__call__
@@ -128,17 +83,9 @@ def test_xformers_saves_the_memory_of_a_gpu(tmp_path):
     np.testing.assert_allclose(merged, eager.output(Arm(configs[0])), atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "settings"),
-    [
-        (0.75, {}),
-        (0.75, {"method": "symmetric", "window": 8}),
-        (0.5, {"method": "default", "window": 8}),
-        (0.75, {"method": "todo"}),
-    ],
-)
-def test_other_methods_compute_the_same_in_a_predictor_and_leave_no_trace(ratio, settings, tmp_path):
-    workload, merging = Workload(tiny()), config(ratio, **settings)
+@pytest.mark.parametrize(("ratio", "method"), [(0.75, "interlace"), (0.75, "todo"), (0.5, "tomesd")])
+def test_every_method_computes_the_same_in_a_predictor_and_leaves_no_trace(ratio, method, tmp_path):
+    workload, merging = Workload(tiny()), ToMeConfig(ratio, method)
     eager, predictor = (open_backend(name, workload, tmp_path) for name in ("eager", "predictor"))
     plain = workload.run().numpy()
     expected = eager.output(Arm(merging))
@@ -150,7 +97,7 @@ def test_other_methods_compute_the_same_in_a_predictor_and_leave_no_trace(ratio,
     with patch.object(backends, "save", side_effect=AssertionError("exported")):
         np.testing.assert_array_equal(again.output(Arm(merging, backend="predictor")), actual)
         with pytest.raises(AssertionError, match="exported"):
-            again.output(Arm(replace(merging, merge_mlp=True), backend="predictor"))
+            again.output(Arm(ToMeConfig(0.5, "todo"), backend="predictor"))
 
 
 def test_arms_as_onnx_compute_the_same_and_share_weights(tmp_path):

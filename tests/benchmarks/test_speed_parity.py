@@ -10,7 +10,7 @@ from lab.speed.parity import TRIES, check_parity, reference_of, tolerance
 from speed_results import config
 
 MERGED = np.array([1.0, -1.0])
-OUTPUTS = {"plain, eager": np.array([1.0, -2.0]), "tomesd 0.5, window=8, eager": np.array([0.5, 2.0])}
+OUTPUTS = {"plain, eager": np.array([1.0, -2.0]), "tomesd 0.5, max_downsample=2, eager": np.array([0.5, 2.0])}
 
 
 KINDS = {  # whether tokens merge, and attention

@@ -1,7 +1,5 @@
 """The report on speed, checked against figures worked out by hand."""
 
-import copy
-
 import pytest
 from lab.speed.speed_report import write_report
 from speed_results import PLAIN, arm, case, result, times, write
@@ -64,19 +62,6 @@ def test_the_gain_is_the_quotient_of_the_medians_and_the_quartiles_are_those_wit
     """The median of the ratios within the rounds is 2."""
     page = report(result([case([arm([2.0, 9.0, 4.0]), arm([1.0, 3.0, 2.5], 0.5)])]))
     assert cells(page)[2][3] == "2.50 s, 1.60× [1.80–2.50]"
-
-
-def test_a_result_of_the_format_before_is_read(report):
-    """In it an arm was of a kind, and its settings stood beside what it cost."""
-    now = full_case()
-    before = copy.deepcopy(now)
-    kinds = ["plain", "memory-efficient", "tome", "tome", "both", "plain", "tome"]
-    for measured, kind in zip(before["arms"], kinds, strict=True):
-        usual = {"backend": "eager", "config": None, "attention": "plain"}
-        measured |= {**usual, **measured["arm"], "arm": kind}
-    assert cells(report(result([before], format=3))) == cells(report(result([now])))
-    limit = {**before["arms"][2], "arm": "limit"}
-    assert cells(report(result([case([limit])], format=3)))[1][2] == "tomesd 0.5 (limit)"
 
 
 def test_arms_that_failed_have_their_reasons(report):

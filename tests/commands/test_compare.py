@@ -5,9 +5,10 @@ import inspect
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,6 +31,7 @@ from ppdiffusers_tome.comparison.sheets import make_sheet
 from ppdiffusers_tome.comparison.similarity import psnr, ssim
 from ppdiffusers_tome.errors import ParameterError
 from ppdiffusers_tome.inference import Size, load_pipeline, read_manifest
+from ppdiffusers_tome.run.manifest import ExportedMerging
 
 SCENE = Scene(["a fox", "an owl"], size=Size(32, 32), steps=2, guidance_scale=2.0, seed=7)
 HALF, QUARTER = ToMeConfig(ratio=0.5), ToMeConfig(ratio=0.25)
@@ -214,11 +216,11 @@ def test_what_is_not_faster_reaches_no_goal(goal, best):
 def test_known_settings_are_those_of_the_methods(pipe):
     assert known_settings([]) == [*KNOWN] and len(set(KNOWN)) == len(KNOWN)
     assert known_settings(["todo", "tomesd"]) == [ToMeConfig(method="todo"), ToMeConfig(method="tomesd")]
-    assert [c.ratio for c in known_settings(["interlace"])] == [0.25, 0.5, 0.625, 0.75, 0.875, 0.9375]
+    assert [c.effective_ratio for c in known_settings(["interlace"])] == [0.25, 0.5, 0.625, 0.75, 0.875, 0.9375]
     assert all(merges_at(pipe, config, Size(32, 32)) for config in KNOWN)
     without_cells = Size(6, 6)  # 3×3 tokens, and a cell has 4×4
     assert not any(merges_at(pipe, config, without_cells) for config in KNOWN)
-    assert merges_at(pipe, ToMeConfig(method="default"), without_cells)
+    assert merges_at(pipe, ToMeConfig(method="tomesd"), without_cells)
 
 
 def test_pipeline_that_reports_no_steps_is_refused(pipe, monkeypatch):
@@ -274,21 +276,25 @@ def parse(*given):
 def test_next_steps_name_what_was_fastest(capsys):
     """They promise no speed-up that was not measured, and their command is one that `export` takes."""
     options = parse("--model", "m", "--size", "64x32", "--method", "interlace", "todo")
-    todo = figures(gain=1.2, config=ToMeConfig(method="todo", use_rand=True))
-    lines = compare_command._next_steps(options, [PLAIN_FIGURES, figures(gain=1.1), todo], None).splitlines()
-    words = "export --model m --output build/export --size 64x32 --merging method=todo,use_rand=True --ratio 0.75 0"
-    assert words in lines[1] and "pipe.apply_tome(ratio=0.75, method='todo', use_rand=True) " in lines[2]
+    todo = figures(gain=1.2, config=ToMeConfig(method="todo", min_tokens=9))
+    lines = compare_command._next_steps(options, [PLAIN_FIGURES, figures(gain=1.1), todo]).splitlines()
+    words = "export --model m --output build/export --size 64x32 --merging method=todo,min_tokens=9 --ratio 0.75 0"
+    assert words in lines[1] and "pipe.apply_tome(ratio=0.75, method='todo', min_tokens=9) " in lines[2]
     given = argparse.Namespace(method=[], config=[], ratio=[0.75, 0.0], merging=[words.split()[-4]])
-    assert merge_configs(given) == [todo.config, todo.config.with_settings(ratio=0.0)]
-    lines = compare_command._next_steps(options, [PLAIN_FIGURES, figures(gain=1.1)], None).splitlines()
+    assert merge_configs(given) == [todo.config.with_settings(ratio=ratio) for ratio in (0.75, 0.0)]
+    lines = compare_command._next_steps(options, [PLAIN_FIGURES, figures(gain=1.1)]).splitlines()
     assert "--merging" not in lines[1] and " --ratio 0.5 0 " in lines[1], "of the default method"
     assert "pipe.apply_tome(ratio=0.5) " in lines[2]
-    former = figures(gain=1.3, config=ToMeConfig(0.5, "default"))
-    lines = compare_command._next_steps(options, [PLAIN_FIGURES, former], None).splitlines()
-    assert "--merging method=default --ratio 0.5 0 " in lines[1]
-    assert "pipe.apply_tome(ratio=0.5, method='default') " in lines[2]
+    tomesd = figures(gain=1.3, config=ToMeConfig(method="tomesd"))
+    lines = compare_command._next_steps(options, [PLAIN_FIGURES, tomesd]).splitlines()
+    assert "--merging method=tomesd --ratio 0.5 0 " in lines[1]
+    assert "pipe.apply_tome(ratio=0.5, method='tomesd') " in lines[2]
+    exported = figures(gain=1.3, config=ExportedMerging({"ratio": 0.5, "method": "default"}))
+    assert compare_command._next_steps(options, [PLAIN_FIGURES, exported]).splitlines()[1:] == [
+        "  load_pipeline('m', ratio=0.5)   # in your own code"
+    ]
     for rows in ([PLAIN_FIGURES, figures(gain=0.99)], [PLAIN_FIGURES, figures(gain=None)]):
-        assert "not faster here" in compare_command._next_steps(options, rows, None)
+        assert "not faster here" in compare_command._next_steps(options, rows)
 
 
 def test_help_ends_with_an_example_that_is_allowed(capsys, monkeypatch):
@@ -304,23 +310,24 @@ def test_each_method_runs_at_the_ratios_that_it_allows(tmp_path):
     def configs(*given):
         return all_configs(parse("--model", "m", *given))
 
-    todo = ToMeConfig(method="todo")
-    assert configs() == configs("--method", "interlace") == [ToMeConfig(0.75, "interlace")]
-    assert configs("--method", "default", "todo") == [ToMeConfig(0.5, "default"), todo]
+    todo = ToMeConfig(0.75, method="todo")
+    assert configs() == configs("--method", "interlace") == [ToMeConfig()]
+    assert configs("--method", "tomesd", "todo") == [ToMeConfig(method="tomesd"), todo]
+    assert configs("--method", "interlace", "--merging", "ratio=0.75") == [ToMeConfig(0.75)], "each once"
     both = ("--method", "interlace", "todo")
     assert configs(*both, "--ratio", "0.3", "0.6") == [ToMeConfig(0.3), ToMeConfig(0.6), todo]
     assert configs(*both, "--ratio", "0.5") == [HALF, ToMeConfig(0.5, "todo")]
-    assert configs("--method", "todo", "kv", "--ratio", "0.75") == [todo, ToMeConfig(0.75, method="kv")]
-    cells = "method=default,sx=4,ratio=0.8"
-    assert configs("--merging", cells, "--method", "default", "--ratio", "0.8") == [
-        ToMeConfig(0.5, "default"),
-        ToMeConfig(0.8, "default", sx=4),
+    assert configs("--method", "todo", "tomesd", "--ratio", "0.75") == [todo, ToMeConfig(0.75, method="tomesd")]
+    cells = "method=tomesd,sx=4,ratio=0.8"
+    assert configs("--merging", cells, "--method", "tomesd", "--ratio", "0.8") == [
+        ToMeConfig(method="tomesd"),
+        ToMeConfig(0.8, "tomesd", sx=4),
     ]
     assert configs("--ratio", "0.5", "0.5", "--method", "interlace", "interlace") == [HALF]
-    windows = ToMeConfig(0.6, "default", window=4)
-    windows.save(tmp_path / "tome.json")
-    assert configs("--config", str(tmp_path / "tome.json")) == [windows]
-    for given in (["--method", "todo", "--ratio", "0.6"], ["--method", "default", "todo", "--ratio", "0.9", "0.5"]):
+    seeded = ToMeConfig(0.6, "tomesd", seed=4)
+    seeded.save(tmp_path / "tome.json")
+    assert configs("--config", str(tmp_path / "tome.json")) == [seeded]
+    for given in (["--method", "todo", "--ratio", "0.6"], ["--method", "tomesd", "todo", "--ratio", "0.9", "0.5"]):
         with pytest.raises(ToMeConfigError, match=r"--ratio 0\.[69] is not allowed"):
             configs(*given)
 
@@ -376,19 +383,36 @@ def test_exported_ratios_are_compared(runtime, onnx_folder, tmp_path, capsys):
     assert main(["compare", *options, "--output", str(tmp_path), "--goal", "0.1dB", "--save", str(save)]) in (0, 1)
     result = json.loads((tmp_path / "compare_40x32.json").read_text())
     exported = read_manifest(onnx_folder).merging["0.5"][0]
-    assert [row["arm"] for row in result["arms"]] == ["plain", "default 0.5, window=4"]
-    assert result["arms"][1]["config"] == asdict(exported) and result["runtime"] == runtime
+    assert [row["arm"] for row in result["arms"]] == ["plain", "tomesd 0.5"]
+    assert result["arms"][1]["config"] == exported and result["runtime"] == runtime
     assert result["arms"][1]["tokens"] is result["arms"][1]["peak_bytes"] is None
     assert result["arms"][1]["psnr"] < 60 and result["arms"][1]["ssim"] < 1
     printed = capsys.readouterr().out
     assert "SSIM" in printed and "MACs" not in printed
-    assert not save.exists() or ToMeConfig.load(save) == exported
+    assert not save.exists() or ToMeConfig.load(save).settings() == exported
+    assert "load_pipeline(" in printed or not save.exists()
+
+
+def test_an_export_of_a_method_that_is_no_more_is_compared_but_not_saved(exported_folder, tmp_path, capsys):
+    folder, save = tmp_path / "old", tmp_path / "tome.json"
+    shutil.copytree(exported_folder, folder)
+    manifest = json.loads((folder / "tome.json").read_text())
+    manifest["merging"]["0.5"] = [{"ratio": 0.5, "method": "default", "window": 4}, None]
+    (folder / "tome.json").write_text(json.dumps(manifest))
+    options = ["--model", str(folder), "--steps", "1", "--threads", "1", "--rounds", "1", "--prompt", "a fox"]
+    options += ["--output", str(tmp_path / "outputs")]
+    assert main(["compare", *options, "--goal", "1.1x", "--save", str(save)]) == 2
+    error = capsys.readouterr().err
+    assert f"--save {save} cannot write how {folder} merges (ratio=0.5, method='default', window=4): " in error
+    assert not (tmp_path / "outputs").exists(), "before anything is loaded"
+    assert main(["compare", *options]) == 0
+    assert "default 0.5, window=4" in capsys.readouterr().out
 
 
 def test_images_of_an_exported_folder_are_those_of_its_ratios(exported_folder, tmp_path):
     pipe = load_pipeline(exported_folder, ratio=0)
     scene = replace(SCENE, prompts=["a fox"])
-    plain, half = compare(pipe, scene, [HALF], rounds=1)
+    plain, half = compare(pipe, scene, [ExportedMerging(HALF.settings())], rounds=1)
     assert pipe.unet.ratio == 0 and np.array_equal(plain.images[0], scene.generate(pipe, "a fox")[0])
     pipe.unet.ratio = 0.5
     assert np.array_equal(half.images[0], scene.generate(pipe, "a fox")[0])
@@ -571,7 +595,7 @@ def test_command_with_a_controlnet(tmp_path, capsys):
         (["--threads", "0"], "--threads 0 is not allowed"),
         (["--ratio", "0.5", "0"], "--ratio 0 is not allowed: plain images are always generated"),
         (["--ratio", "0.95"], "--ratio 0.95 is not allowed"),
-        (["--method", "default", "--ratio", "0.9"], "--ratio 0.9 is not allowed"),
+        (["--method", "tomesd", "--ratio", "0.9"], "--ratio 0.9 is not allowed"),
         (["--merging", "windows=3"], "windows"),
     ],
 )
@@ -606,9 +630,11 @@ def test_prompts_in_other_scripts_are_legible_on_the_sheet(monkeypatch):
 
 
 def test_command_says_that_no_font_has_a_prompt(model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(fonts, "_installed", lambda chars: iter(()))
+    searches = []
+    monkeypatch.setattr(fonts, "_installed", lambda chars: searches.append(chars) or iter(()))
     options = ["--model", str(model), "--size", "32", "--steps", "1", "--threads", "1", "--rounds", "1"]
     assert main(["compare", *options, "--prompt", "\u7ea2\u72d0", "--output", str(tmp_path / "outputs")]) == 0
+    assert searches == ["\u7ea2\u72d0"], "once, for the message and the sheet"
     assert "no installed font has \u7ea2\u72d0: the sheet shows escapes" in capsys.readouterr().err
 
 

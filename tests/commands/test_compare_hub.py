@@ -56,7 +56,7 @@ def test_a_model_of_a_hub_with_a_safety_checker_and_variants(tmp_path):
     Thread(target=server.serve_forever, daemon=True).start()
     places = {"PPNLP_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "PPNLP_HOME": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "ppdiffusers_tome", "compare", "--model", NAME, "--size", "32", "--steps", "1"]
-    command += ["--rounds", "1", "--method", "default", "todo", "--prompt", "a fox", "--output", str(tmp_path)]
+    command += ["--rounds", "1", "--method", "tomesd", "todo", "--prompt", "a fox", "--output", str(tmp_path)]
     try:
         done = subprocess.run(command, env=os.environ | places, capture_output=True, text=True)
     finally:

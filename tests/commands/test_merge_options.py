@@ -1,8 +1,7 @@
 """--method, --merging and --config: ways to merge, the same in all commands."""
 
 import argparse
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +10,7 @@ from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands.merge_options import add_merge_options, merge_configs, parse_settings, read_methods
 from ppdiffusers_tome.methods import METHODS
 
-TUNED = ToMeConfig(ratio=0.6, method="default", window=4, min_tokens=1024)
+TUNED = ToMeConfig(ratio=0.6, method="tomesd", seed=4, min_tokens=1024)
 
 
 @pytest.fixture
@@ -33,21 +32,18 @@ def parse(*options, is_single):
     ("text", "expected"),
     [
         ("min_tokens=64", {"min_tokens": 64}),
-        ("method=default,sx=4", {"method": "default", "sx": 4}),
+        ("method=tomesd,sx=4", {"method": "tomesd", "sx": 4}),
         (
-            "method=default,merge_attn=false,merge_mlp,merge_crossattn",
-            {"method": "default", "merge_attn": False, "merge_mlp": True, "merge_crossattn": True},
+            "method=tomesd,merge_attn=false,merge_mlp,merge_crossattn",
+            {"method": "tomesd", "merge_attn": False, "merge_mlp": True, "merge_crossattn": True},
         ),
-        (
-            "method=symmetric,merge_attn=TRUE,window=none,proportional=false",
-            {"method": "symmetric", "merge_attn": True, "window": None, "proportional": False},
-        ),
+        ("max_downsample=none", {"max_downsample": None}),
         (
             "use_rand=false,seed=3,max_downsample=2,method=tomesd",
             {"use_rand": False, "seed": 3, "max_downsample": 2, "method": "tomesd"},
         ),
         ("ratio=0.25", {"ratio": 0.25}),
-        ("method=kv,ratio=0.75", {"method": "kv", "ratio": 0.75}),
+        ("method=todo,ratio=0.75", {"method": "todo", "ratio": 0.75}),
     ],
 )
 def test_one_way_to_merge_at_its_own_ratio_or_at_several(text, expected):
@@ -56,20 +52,24 @@ def test_one_way_to_merge_at_its_own_ratio_or_at_several(text, expected):
     assert configs == [ToMeConfig(**{**expected, "ratio": ratio}) for ratio in (0.5, 0)]
 
 
+def settings_of(options):
+    return [config.settings() for config in merge_configs(options)]
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_by_name_brings_its_defaults(name):
     """Its ratio too, if the method allows few: other ways to merge run at each --ratio."""
     config = ToMeConfig(method=name)
-    assert merge_configs(parse("--method", name, is_single=True)) == [config]
+    assert settings_of(parse("--method", name, is_single=True)) == [config.settings()]
     (settings,) = read_methods(parse("--method", name, "--ratio", "0.25", is_single=False))
     assert settings == ({"method": "todo", "ratio": 0.75} if name == "todo" else {"method": name})
     if name != "todo":
         assert merge_configs(parse("--method", name, "--ratio", "0.25", is_single=True))[0].ratio == 0.25
     (settings,) = read_methods(parse("--merging", f"method={name},max_downsample=2", is_single=False))
-    assert ToMeConfig(**settings) == ToMeConfig(method=name, max_downsample=2)
-    if "sx" not in METHODS[name].fixed:
+    assert ToMeConfig(**settings).settings() == ToMeConfig(method=name, max_downsample=2).settings()
+    if METHODS[name].has("sx"):
         (settings,) = read_methods(parse("--merging", f"method={name},sx=4", is_single=False))
-        assert ToMeConfig(**settings) == ToMeConfig(method=name, sx=4)
+        assert ToMeConfig(**settings).settings() == ToMeConfig(method=name, sx=4).settings()
 
 
 def test_a_ratio_that_a_method_does_not_allow_is_an_error():
@@ -82,8 +82,8 @@ def test_a_ratio_that_a_method_does_not_allow_is_an_error():
 @pytest.mark.parametrize(
     ("text", "settings"),
     [
-        ("window=16,proportional,ratio=0.7", {"window": 16, "proportional": True, "ratio": 0.7}),
-        ("window=none, proportional=false", {"window": None, "proportional": False}),
+        ("sx=16,merge_mlp,ratio=0.7", {"sx": 16, "merge_mlp": True, "ratio": 0.7}),
+        ("max_downsample=none, merge_mlp=false", {"max_downsample": None, "merge_mlp": False}),
         ("method=todo,ratio=0.75,min_tokens=0", {"method": "todo", "ratio": 0.75, "min_tokens": 0}),
     ],
 )
@@ -95,8 +95,9 @@ def test_settings_as_text(text, settings):
     ("text", "message"),
     [
         ("", "'' is not a setting"),
-        ("windows=8", "'windows' is not a setting: did you mean window"),
-        ("window=8,window=8", "'window' is repeated"),
+        ("seeds=8", "'seeds' is not a setting: did you mean seed"),
+        ("window=8", "'window' is not a setting|window is not a setting"),
+        ("seed=8,seed=8", "'seed' is repeated"),
         ("match=grid", 'pass method="todo"'),
     ],
 )
@@ -105,7 +106,7 @@ def test_names_in_a_text_that_are_not_allowed(text, message):
         parse_settings(text)
 
 
-@pytest.mark.parametrize("text", ["window=8.5", "ratio", "method", "method=ToDo", "sx=two", "merge_attn=kv"])
+@pytest.mark.parametrize("text", ["min_tokens=8.5", "ratio", "method", "method=kv", "sx=two", "merge_attn=kv"])
 def test_values_in_a_text_that_are_not_allowed(text):
     with pytest.raises(ToMeConfigError, match=f"{text.partition('=')[0]}=.* is not allowed"):
         read_methods(parse("--merging", text, is_single=False))
@@ -121,8 +122,8 @@ def test_settings_are_checked_together_with_the_ratio():
 
 
 def test_defaults_and_files_are_ways_to_merge_too(tuned):
-    assert merge_configs(parse(is_single=True)) == [ToMeConfig(0.75, "interlace")]
-    assert merge_configs(parse("--ratio", "0.5", is_single=True)) == [ToMeConfig(0.5, "interlace")]
+    assert merge_configs(parse(is_single=True)) == [ToMeConfig()]
+    assert merge_configs(parse("--ratio", "0.5", is_single=True)) == [ToMeConfig(0.5)]
     assert merge_configs(parse("--config", tuned, is_single=True)) == [TUNED]
     configs = merge_configs(parse("--ratio", "0.25", "0", "--config", tuned, is_single=True))
     assert configs == [replace(TUNED, ratio=ratio) for ratio in (0.25, 0)]
@@ -130,28 +131,11 @@ def test_defaults_and_files_are_ways_to_merge_too(tuned):
 
 def test_several_ways_to_merge(tuned):
     assert read_methods(parse(is_single=False)) == []
-    named = ["--method", "kv", "--merging", "min_tokens=9", "method=kv,ratio=0.75,window=none"]
+    named = ["--method", "tomesd", "--merging", "min_tokens=9", "method=todo"]
     options = parse(*named, "--config", tuned, tuned, is_single=False)
-    of_file = {"ratio": 0.6, "method": "default", "window": 4, "min_tokens": 1024}
-    of_text = [{"method": "kv"}, {"min_tokens": 9}, {"method": "kv", "ratio": 0.75, "window": None}]
+    of_file = {"ratio": 0.6, "method": "tomesd", "seed": 4, "min_tokens": 1024}
+    of_text = [{"method": "tomesd"}, {"min_tokens": 9}, {"method": "todo", "ratio": 0.75}]
     assert read_methods(options) == [of_file, of_file, *of_text]
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"version": 1, "settings": {"ratio": 0.6, "window": 4}}, ToMeConfig(0.6, "default", window=4)),
-        ({"version": 1, "settings": {}}, ToMeConfig(0.5, "default")),
-        ({"version": 2, "settings": asdict(TUNED)}, TUNED),
-        ({"version": 2, "settings": asdict(ToMeConfig(0.5, "default"))}, ToMeConfig(0.5, "default")),
-    ],
-)
-def test_a_file_of_an_earlier_release_means_the_method_that_was_its_default(settings, expected, tmp_path):
-    path = tmp_path / "tome_config.json"
-    path.write_text(json.dumps({"format": "ppdiffusers_tome.config", **settings}))
-    assert merge_configs(parse("--config", str(path), is_single=True)) == [expected]
-    (read,) = read_methods(parse("--config", str(path), is_single=False))
-    assert ToMeConfig(**read) == expected, "also where settings with their default values are left out"
 
 
 @pytest.mark.parametrize("command", ["export", "compare"])
@@ -167,9 +151,10 @@ def test_all_commands_have_the_options(command, capsys):
     ("options", "message"),
     [
         (["--merging", "merge_attn=keys"], "merge_attn='keys' is not allowed"),
-        (["--merging", "merge_attn=kv"], "Pass method='kv' in its place"),
+        (["--merging", "merge_attn=kv"], "merge_attn='kv'"),
         (["--merging", "windw=8"], "'windw' is not a setting"),
-        (["--merging", "window=8"], "window=8 is not allowed with method='interlace', which has no window"),
+        (["--merging", "seed=8"], "seed=8 is not allowed with method='interlace', which has no seed"),
+        (["--merging", "method=default"], "method='default' is not allowed"),
         (["--ratio", "0.95"], "--ratio 0.95 is not allowed: it must be a number from 0 to 0.9375"),
         (["--method", "todo", "--ratio", "0.6"], "--ratio 0.6 is not allowed: method='todo'"),
         (["--config", "/no/such.json"], "/no/such.json cannot be read as a settings file"),
@@ -188,7 +173,7 @@ def test_an_export_merges_in_one_way(tuned, capsys):
     with pytest.raises(SystemExit):
         parse("--merging", "min_tokens=4", "min_tokens=3", is_single=True)
     with pytest.raises(SystemExit):
-        parse("--method", "kv", "--merging", "min_tokens=4", is_single=True)
+        parse("--method", "todo", "--merging", "min_tokens=4", is_single=True)
     with pytest.raises(SystemExit):
         parse("--method", "ToDo", is_single=True)
 
@@ -196,12 +181,16 @@ def test_an_export_merges_in_one_way(tuned, capsys):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--merge-attn kv", "--merge-attn is not an option since release 3.0: write --method NAME"),
-        ("--window 8 --sx 4", "--window is not an option since release 3.0: write --merging method=default,window=8"),
-        ("--no-rand", "--no-rand is not an option since release 3.0: write --merging method=default,use_rand=false"),
-        ("--merge-mlp --ratio 0.5", "write --merging method=default,merge_mlp\n"),
+        ("--merge-attn kv", "--merge-attn is not an option since release 3.0: write --method todo for kv, otherwise"),
+        ("--window 8 --sx 4", "--window is not an option since release 3.0: leave it out"),
+        ("--sx 4", "--sx is not an option since release 3.0: write --merging method=todo,sx=4"),
+        ("--no-rand", "--no-rand is not an option since release 3.0: write --merging method=tomesd,use_rand=false"),
+        ("--merge-mlp --ratio 0.5", "write --merging method=tomesd,merge_mlp\n"),
         ("--min-tokens 64", "write --merging min_tokens=64\n"),
-        ("--match similarity", "write --method todo for grid, or --method default"),
+        ("--no-proportional", "leave it out"),
+        ("--match similarity", "write --method todo for grid, otherwise leave it out"),
+        ("--for-gpu", "leave it out, exports have one form, which runs on CPUs and GPUs"),
+        ("--merge-map", "leave it out"),
         ("--blend 1", "leave it out"),
     ],
 )

@@ -9,7 +9,6 @@ import numpy as np
 import paddle
 import pytest
 from conftest import draw, load_bundled, make_unet, run, tiny_pipeline
-from exporting import export_linked, unmerged_programs
 from ppdiffusers import StableDiffusionPipeline
 from ppdiffusers.models.modeling_utils import ModelMixin
 from skimage.metrics import peak_signal_noise_ratio
@@ -42,13 +41,6 @@ def test_half_precision_weights_on_the_cpu_are_a_warning(half, recwarn):
     assert warned[0].filename == __file__
     with pytest.raises(RuntimeError, match=rf"CPU.* {half}\) of kernel"):
         pipe("a fox", height=32, width=32, num_inference_steps=1)
-
-
-def test_half_precision_weights_are_exported_in_float32(exported_folder, tmp_path):
-    pipe, linked = tiny_pipeline(), unmerged_programs(exported_folder)
-    pipe.unet.to(dtype="float16")
-    (unet, *_) = export_linked(pipe, tmp_path / "export", 0.5, linked=linked).programs
-    assert unet.ratio == 0.5 and max(unet.parity.values()) < 1e-5
 
 
 def test_functions_and_methods_merge_alike(pipe):
@@ -86,7 +78,7 @@ def test_merged_image_is_similar_to_the_plain_one(pipe):
 
 
 def test_settings_file_in_place_of_settings(pipe, tmp_path):
-    path, config = tmp_path / "tome_config.json", ToMeConfig(0.25, "kv", window=None)
+    path, config = tmp_path / "tome_config.json", ToMeConfig(0.25, "tomesd", seed=7)
     config.save(path)
     for source in (path, str(path), config):
         assert config_of(pipe.remove_tome().apply_tome(config=source).unet) == config
@@ -96,11 +88,11 @@ def test_settings_file_in_place_of_settings(pipe, tmp_path):
     assert config_of(pipe.unet) == config, "an error changes nothing"
 
 
-def test_a_setting_beside_a_file_wins_whatever_its_value(pipe):
-    config = ToMeConfig(0.7, "default", sx=4, seed=3, window=None, merge_mlp=True)
-    given = {"sx": 2, "seed": 0, "window": 16, "merge_mlp": False}  # the defaults
+def test_a_setting_beside_a_config_wins_whatever_its_value(pipe):
+    config = ToMeConfig(0.7, "tomesd", sx=4, seed=3, merge_mlp=True)
+    given = {"sx": 2, "seed": 0, "merge_mlp": False}  # the defaults
     for ratio in (0.5, 0.4):
-        assert config_of(pipe.apply_tome(ratio, config=config, **given).unet) == ToMeConfig(ratio, "default")
+        assert config_of(pipe.apply_tome(ratio, config=config, **given).unet) == ToMeConfig(ratio, "tomesd")
         with pipe.remove_tome().tome(ratio, config=config):
             assert config_of(pipe.unet) == replace(config, ratio=ratio)
     with pipe.tome(config=config, sx=2):
@@ -112,18 +104,21 @@ def test_a_method_brings_its_defaults_and_a_setting_that_is_passed_wins(pipe):
         assert config_of(pipe.apply_tome(method=name).unet) == ToMeConfig(method=name)
         with pipe.tome(method=name, min_tokens=4):
             assert config_of(pipe.unet) == ToMeConfig(method=name, min_tokens=4)
-    assert config_of(pipe.apply_tome(method="todo", sx=4).unet) == ToMeConfig(0.875, "todo", sx=4)
-    assert config_of(pipe.apply_tome(ratio=0.75, method="todo", use_rand=True).unet) == ToMeConfig(
-        0.75, "todo", use_rand=True
-    )
-    config = ToMeConfig(method="default", seed=3, window=8)
-    assert config_of(pipe.apply_tome(config=config, method="kv").unet) == replace(config, method="kv")
+    assert config_of(pipe.apply_tome(method="todo", sx=4).unet).effective_ratio == 0.875
+    config = ToMeConfig(method="todo", sx=4)
+    assert config_of(pipe.apply_tome(config=config, method="tomesd").unet) == replace(config, method="tomesd")
     assert config_of(pipe.apply_tome(0, config=ToMeConfig(method="todo")).unet) == ToMeConfig(0, "todo")
 
 
-def test_the_ratio_of_a_config_stays_beside_a_method_also_if_it_is_a_default(pipe):
-    for config in (ToMeConfig(0.5, "default"), ToMeConfig(0.5)):
-        assert config_of(pipe.apply_tome(config=config, method="todo").unet) == ToMeConfig(0.5, "todo")
+def test_the_ratio_of_a_file_stays_beside_a_method(pipe, tmp_path):
+    path = tmp_path / "tome_config.json"
+    for ratio in (0.5, 0.75):
+        ToMeConfig(ratio).save(path)
+        for config in (path, ToMeConfig(ratio)):
+            for method in METHODS:
+                assert config_of(pipe.apply_tome(config=config, method=method).unet) == ToMeConfig(ratio, method)
+    path.write_text('{"format": "ppdiffusers_tome.config", "version": 2, "settings": {"min_tokens": 9}}')
+    assert config_of(pipe.apply_tome(config=path, method="tomesd").unet).effective_ratio == 0.5
 
 
 def test_editors_and_notebooks_see_the_settings():
@@ -141,18 +136,25 @@ def test_editors_and_notebooks_see_the_settings():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"windows": 8}, "'windows' is not a setting: did you mean window"),
+        ({"min_token": 8}, "'min_token' is not a setting: did you mean min_tokens"),
         ({"ration": 0.5}, "'ration' is not a setting: did you mean ratio"),
         ({"config": {"ratio": 0.5}}, "config={'ratio': 0.5} is not allowed: it must be a ToMeConfig, or the path"),
         ({"config": 0.5}, "config=0.5 is not allowed"),
         ({"match": "grid"}, 'match is not a setting since release 3.0: .* method="todo"'),
-        ({"merge_attn": "kv"}, "merge_attn='kv' .* Pass method='kv'"),
-        ({"merge_attn": "asymmetric"}, "merge_attn='asymmetric' .* Pass method='default'"),
+        ({"blend": 0.5}, "blend is not a setting since release 3.0: leave it out"),
+        ({"window": 8}, "window is not a setting since release 3.0: leave it out"),
+        ({"proportional": False}, "proportional is not a setting since release 3.0: leave it out"),
+        ({"merge_attn": "kv"}, "merge_attn='kv' .* use method=\"interlace\""),
+        ({"merge_attn": "asymmetric"}, "merge_attn='asymmetric' .* use method=\"interlace\""),
+        ({"method": "default"}, "method='default' .* use method=\"interlace\""),
+        ({"method": "symmetric"}, "method='symmetric' .* use method=\"tomesd\""),
+        ({"method": "kv"}, "method='kv' .* use method=\"interlace\""),
         ({"method": "ToDo"}, f"method='ToDo' is not allowed: it must be one of {', '.join(METHODS)}"),
-        ({"method": "todo", "window": 8}, "window=8 .* which has no window"),
-        ({"window": 8}, "window=8 .* method='interlace', which has no window: .* default, symmetric, kv"),
+        ({"method": "todo", "seed": 8}, "seed=8 .* which has no seed"),
+        ({"sx": 8}, "sx=8 .* method='interlace', which has no sx: .* todo, tomesd"),
         ({"method": "tomesd", "seed": None}, "seed=None is not allowed: it must be an int"),
         ({"method": "todo", "ratio": 0.6}, "ratio=0.6 is not allowed: method='todo'"),
+        ({"controlnet": 2}, "controlnet=2 is not allowed"),
     ],
 )
 def test_a_setting_that_is_not_allowed_is_an_error_and_changes_nothing(pipe, settings, message):
@@ -171,9 +173,9 @@ def test_grids_below_min_tokens_stay_plain(pipe):
             merged[smallest] = draw(pipe)
     np.testing.assert_array_equal(merged[257], plain)
     assert np.abs(merged[256] - plain).max() > 1e-3
-    with pipe.tome(ratio=0.5, method="symmetric"):
+    with pipe.tome(ratio=0.5, method="tomesd"):
         of_level_1 = draw(pipe)
-    with pipe.tome(ratio=0.5, method="symmetric", max_downsample=2, min_tokens=256):
+    with pipe.tome(ratio=0.5, method="tomesd", max_downsample=2, min_tokens=256):
         np.testing.assert_array_equal(draw(pipe), of_level_1)
         summary = pipe.tome_summary(height=64, width=64)
         assert {(block.level, block.is_gated) for block in summary.blocks} == {(1, False), (2, True)}
@@ -282,6 +284,16 @@ def test_mixin_in_a_users_class():
     np.testing.assert_array_equal(run(wrapper.inner), plain)
 
 
+def pairs_of(plan):
+    """Each token of a batch that merges, and the one that it merges into, by image and position."""
+    kept, (positions, targets, _) = plan.choice.positions.numpy(), (x.numpy() for x in plan.choice.merging)
+    return {
+        (image, int(token), int(kept[image, target]))
+        for image in range(len(kept))
+        for token, target in zip(positions[image], targets[image], strict=True)
+    }
+
+
 def test_near_equal_inputs_merge_differently_in_a_few_pairs(image_pipe, plans):
     """Arrays are not rounded to 8 bits like PIL images: the claim on nearly equal inputs in docs/api.md."""
     y, x = np.mgrid[0:64, 0:64] / 64
@@ -296,14 +308,11 @@ def test_near_equal_inputs_merge_differently_in_a_few_pairs(image_pipe, plans):
 
     inputs = waves, np.round(255 * waves) / 255
     plain, merged, pairs = [generate(image) for image in inputs], [], []
-    with image_pipe.tome(ratio=0.5, method="default"):
+    with image_pipe.tome(ratio=0.5, method="tomesd"):
         for image in inputs:
             plans.clear()
             merged.append(generate(image))
-            targets = [plan.dst_rows.numpy()[plan.target_rows.numpy()[:, 0]] for plan in plans]
-            pairs.append(
-                [set(zip(p.merged_rows.tolist(), t, strict=True)) for p, t in zip(plans, targets, strict=True)]
-            )
+            pairs.append([pairs_of(plan) for plan in plans])
     different = [len(exact - rounded) / len(exact) for exact, rounded in zip(*pairs, strict=True)]
     assert 0 < max(different) < 0.1
     psnr = [peak_signal_noise_ratio(*images, data_range=1) for images in (plain, merged)]

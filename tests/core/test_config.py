@@ -8,94 +8,82 @@ import pickle
 
 import numpy as np
 import pytest
+from pydantic import BaseModel, ValidationError
 
 import ppdiffusers_tome
 from ppdiffusers_tome import Grid, ToMeConfig, ToMeConfigError, ToMeError
-from ppdiffusers_tome.attach.placement import tokens_kept
-from ppdiffusers_tome.config import METHOD_OF_MERGE_ATTN, REPLACED, controlnet_config, upgraded
+from ppdiffusers_tome.attach.placement import Placement
+from ppdiffusers_tome.config import IN_ALL_METHODS, controlnet_config, has_setting
 from ppdiffusers_tome.methods import METHODS
-from ppdiffusers_tome.methods.method import Kept
+from ppdiffusers_tome.old_settings import MERGE_ATTN_OF_2, REPLACED
 from ppdiffusers_tome.wording import merging_in_words, method_in_words
 
 DEFAULTS = {
-    "ratio": 0.75,
+    "ratio": None,
     "method": "interlace",
     "max_downsample": None,
     "sx": 2,
     "sy": 2,
-    "use_rand": False,
+    "use_rand": True,
     "seed": 0,
-    "window": None,
-    "proportional": False,
     "merge_attn": True,
     "merge_crossattn": False,
     "merge_mlp": False,
     "min_tokens": 0,
 }
-OF_PAIRS = {"ratio": 0.5, "use_rand": True, "window": 16, "proportional": True}
-OF_METHOD = {  # what differs from these defaults
-    "interlace": {},
-    "default": OF_PAIRS,
-    "symmetric": OF_PAIRS,
-    "tomesd": {"ratio": 0.5, "use_rand": True},
-    "kv": OF_PAIRS,
-    "todo": {"proportional": True},
+OTHERS = {  # another value of each setting that some methods lack
+    "sx": 4,
+    "sy": 3,
+    "use_rand": False,
+    "seed": 7,
+    "merge_attn": False,
+    "merge_crossattn": True,
+    "merge_mlp": True,
 }
 
 
-def allowed(method, **settings):
+def allowed(method, /, **settings):
     """Those of these settings that a method has."""
-    return {name: value for name, value in settings.items() if name not in METHODS[method].fixed}
+    return {name: value for name, value in settings.items() if has_setting(METHODS[method], name)}
+
+
+def kept(config, grid):
+    """How many tokens of a grid a block keeps whose share is that of the ratio."""
+    return Placement(config, ("attn",), 1 - config.effective_ratio).count_kept(grid)
 
 
 def test_defaults():
     assert vars(ToMeConfig()) == DEFAULTS
+    assert OTHERS.keys() == DEFAULTS.keys() - IN_ALL_METHODS
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_method_brings_its_defaults_and_a_setting_that_is_passed_wins(method):
-    expected = {**DEFAULTS, **OF_METHOD[method], "method": method}
-    assert vars(ToMeConfig(method=method)) == expected
-    passed = allowed(method, seed=3, use_rand=not expected["use_rand"], ratio=0, min_tokens=64)
-    assert vars(ToMeConfig(method=method, **passed)) == {**expected, **passed}
+@pytest.mark.parametrize(("method", "ratio"), [("interlace", 0.75), ("todo", 0.75), ("tomesd", 0.5)])
+def test_a_method_brings_its_ratio_and_one_that_is_passed_wins(method, ratio):
+    config = ToMeConfig(method=method, min_tokens=64)
+    assert config.ratio is None and config.effective_ratio == config.settings()["ratio"] == ratio
+    assert config.settings() == {**DEFAULTS, "ratio": ratio, "method": method, "min_tokens": 64}
+    assert ToMeConfig(0, method).effective_ratio == 0
 
 
-def test_the_default_ratio_of_todo_is_that_of_its_cells():
-    assert ToMeConfig(method="todo", sx=4).ratio == 1 - 1 / 8
-    assert ToMeConfig(method="todo", sx=np.int64(3), sy=1).ratio == 1 - 1 / 3
-    assert ToMeConfig(0.5, "todo").sy == 2 and ToMeConfig(0.5, "todo") != ToMeConfig(method="todo", sy=1)
+def test_the_default_ratio_is_one_that_the_cells_allow():
+    assert ToMeConfig(method="todo", sx=4).effective_ratio == 1 - 1 / 8
+    assert ToMeConfig(method="todo", sx=np.int64(3), sy=1).effective_ratio == 1 - 1 / 3
+    assert ToMeConfig(method="tomesd", sx=4).effective_ratio == 0.5
+    assert ToMeConfig(method="tomesd", sx=1, sy=1).effective_ratio == 0
+    assert ToMeConfig(0.5, "todo") != ToMeConfig(method="todo", sy=1)
     with pytest.raises(ToMeConfigError, match="sx=0 is not allowed"):
         ToMeConfig(method="todo", sx=0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"method": "tomesd", "window": 8},
-            "window=8 .* method='tomesd', which has no window: .* default, symmetric, kv$",
-        ),
-        (
-            {"method": "todo", "window": 16},
-            "window=16 .* method='todo', which has no window: .* default, symmetric, kv$",
-        ),
-        (
-            {"method": "tomesd", "proportional": True},
-            "proportional=True .* method='tomesd', which has no proportional: .* todo, default, symmetric, kv$",
-        ),
-        (
-            {"method": "interlace", "sx": 4},
-            "sx=4 .* method='interlace', which has no sx: .* todo, tomesd, default, symmetric, kv$",
-        ),
-    ],
-)
-def test_a_setting_that_a_method_lacks_is_an_error_that_lists_the_methods_with_it(settings, message):
-    with pytest.raises(ToMeConfigError, match=message.removesuffix("$") + r"\.$"):
-        ToMeConfig(**settings)
-    (name,) = settings.keys() - {"method"}
-    assert ToMeConfig(**settings | {name: METHODS[settings["method"]].fixed[name]}) == ToMeConfig(
-        method=settings["method"]
-    )
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_setting_that_a_method_lacks_is_an_error_that_lists_the_methods_with_it(name):
+    having = [method for method in METHODS if has_setting(METHODS[method], name)]
+    for method in METHODS.keys() - having:
+        message = f"{name}={OTHERS[name]!r} .* method='{method}', which has no {name}: .* {', '.join(having)}"
+        with pytest.raises(ToMeConfigError, match=rf"{message}\.$"):
+            ToMeConfig(method=method, **{name: OTHERS[name]})
+        assert ToMeConfig(method=method, **{name: DEFAULTS[name]}) == ToMeConfig(method=method)
+    assert having, "some method has it"
 
 
 @pytest.mark.parametrize(
@@ -109,48 +97,71 @@ def test_a_setting_that_a_method_lacks_is_an_error_that_lists_the_methods_with_i
 )
 def test_an_unknown_name_is_an_error_with_the_nearest_one(settings, message):
     with pytest.raises(ToMeConfigError, match=message):
-        ToMeConfig(**settings)
-    with pytest.raises(ToMeConfigError, match=message):
         ToMeConfig().with_settings(**settings)
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        ToMeConfig(**settings)
 
 
-@pytest.mark.parametrize("name", REPLACED)
-def test_a_setting_of_earlier_releases_is_an_error_that_says_what_replaced_it(name):
-    with pytest.raises(ToMeConfigError, match=rf'{name} is not a setting since release 3\.0: .* method="todo"'):
-        ToMeConfig(**{name: "grid"})
+INSTEAD = {  # what the error about each of them names
+    "match": ('match="grid"', 'method="todo"'),
+    "blend": ('method="tomesd"', "mean"),
+    "window": ("leave it out",),
+    "proportional": ("leave it out",),
+}
 
 
-@pytest.mark.parametrize("value", METHOD_OF_MERGE_ATTN)
-def test_a_value_of_merge_attn_that_is_a_method_now_is_an_error_that_names_it(value):
-    method = METHOD_OF_MERGE_ATTN[value]
-    with pytest.raises(ToMeConfigError, match=rf"merge_attn='{value}' .* True or False.* Pass method='{method}'"):
-        ToMeConfig(merge_attn=value)
-    assert ToMeConfig(method=method).method == method
+@pytest.mark.parametrize("name", INSTEAD)
+def test_a_setting_of_earlier_releases_is_an_error_that_says_what_to_use(name):
+    assert INSTEAD.keys() == REPLACED.keys()
+    with pytest.raises(ToMeConfigError, match=rf"^{name} is not a setting since release 3\.0: ") as caught:
+        ToMeConfig().with_settings(**{name: "grid"})
+    assert all(words in str(caught.value) for words in INSTEAD[name])
+
+
+@pytest.mark.parametrize(
+    ("method", "instead"), [("default", "interlace"), ("symmetric", "tomesd"), ("kv", "interlace")]
+)
+def test_a_method_of_earlier_releases_is_an_error_that_says_what_to_use(method, instead):
+    for make in (lambda: ToMeConfig(method=method), lambda: ToMeConfig(0.5, "todo").with_settings(method=method)):
+        with pytest.raises(ToMeConfigError, match=rf"^method='{method}' .* since release 3\.0: ") as caught:
+            make()
+        assert f'method="{instead}"' in str(caught.value)
+    assert instead in METHODS
+
+
+@pytest.mark.parametrize("value", MERGE_ATTN_OF_2)
+def test_a_value_of_merge_attn_that_named_a_method_is_an_error_that_says_what_to_use(value):
+    for method in METHODS:
+        with pytest.raises(
+            ToMeConfigError, match=rf"^merge_attn='{value}' .* release 3\.0: it must be True or False"
+        ) as caught:
+            ToMeConfig(method=method, merge_attn=value)
+        assert 'method="interlace"' in str(caught.value)
 
 
 def test_editors_see_the_settings():
     signature = inspect.signature(ToMeConfig)
     assert {name: parameter.default for name, parameter in signature.parameters.items()} == DEFAULTS
-    assert signature.parameters["ratio"].annotation is float and signature.parameters["method"].annotation is str
+    assert (
+        signature.parameters["ratio"].annotation == float | None and signature.parameters["method"].annotation is str
+    )
     for function in (ppdiffusers_tome.apply_tome, ppdiffusers_tome.tome):
         assert list(inspect.signature(function).parameters) == ["target", *DEFAULTS, "config", "controlnet", "unknown"]
 
 
 def test_settings_by_position():
-    assert ToMeConfig(0.75, "todo") == ToMeConfig(method="todo")
+    assert ToMeConfig(0.75, "todo") == ToMeConfig(ratio=0.75, method="todo")
     assert ToMeConfig(*DEFAULTS.values()) == ToMeConfig()
 
 
 NOT_ALLOWED = {  # of each setting: other types, and the values next to the limits
-    "ratio": (-0.1, 0.938, 1, float("nan"), float("inf"), "0.5", None, True, {1.0: 0.6, 0.5: 0.4}),
+    "ratio": (-0.1, 0.938, 1, float("nan"), float("inf"), "0.5", True, 1 + 2j, {1.0: 0.6}),
     "method": ("cells", "ToDo", "", None, True, ["kv"]),
     "max_downsample": (0, 3, 2.0, "2", True),
     "sx": (0, -2, 2.0, "2", None),
     "sy": (0, -2, 2.0, "2", None),
     "use_rand": (1, "no", None),
     "seed": (-1, 2**64, 0.5, False, None),
-    "window": (0, -2, 8.0, True),
-    "proportional": (1, None),
     "merge_attn": ("keys", "alone", None, 1.5, 1),
     "merge_crossattn": (0, None),
     "merge_mlp": ("yes", None),
@@ -184,10 +195,10 @@ def test_the_error_names_what_is_allowed():
 def test_the_error_names_what_was_probably_meant():
     with pytest.raises(ToMeConfigError, match=r"method='ToDo' .*\. Did you mean 'todo'\?"):
         ToMeConfig(method="ToDo")
-    with pytest.raises(ToMeConfigError, match=r"ratio=50\.0 .*\. Did you mean 0\.5, which is 50 %\?"):
+    with pytest.raises(ToMeConfigError, match=r"ratio=50 .*\. Did you mean 0\.5, which is 50 %\?"):
         ToMeConfig(50)
-    with pytest.raises(ToMeConfigError, match=r"ratio is passed twice: 0\.5 by position, and 0\.6 by name"):
-        ToMeConfig(0.5, ratio=0.6)
+    with pytest.raises(ToMeConfigError, match="ratio=1000"):
+        ToMeConfig(10**400)  # which has no float
 
 
 def test_config_error_is_a_value_error_and_a_tome_error():
@@ -200,22 +211,21 @@ def test_config_error_is_a_value_error_and_a_tome_error():
 @pytest.mark.parametrize(("sx", "sy"), [(2, 2), (4, 4), (2, 3), (3, 2), (1, 2), (3, 3), (1, 1), (7, 11)])
 def test_maximum_ratio(sx, sy):
     largest = 1 - 1 / (sx * sy)
-    assert ToMeConfig(largest, "default", sx=sx, sy=sy).ratio == largest
-    with pytest.raises(ToMeConfigError, match=rf"sx={sx}, sy={sy}"):
-        ToMeConfig(largest + 1e-6, "default", sx=sx, sy=sy)
+    for method in [method for method in METHODS if METHODS[method].has("sx")]:
+        assert ToMeConfig(largest, method, sx=sx, sy=sy).effective_ratio == largest
+        with pytest.raises(ToMeConfigError, match=rf"sx={sx}, sy={sy}"):
+            ToMeConfig(largest + 1e-6, method, sx=sx, sy=sy)
 
 
 def test_the_maximum_ratio_of_the_default_is_one_part_of_sixteen():
-    assert ToMeConfig(15 / 16).ratio == 15 / 16
+    assert ToMeConfig(15 / 16).effective_ratio == 15 / 16
     with pytest.raises(ToMeConfigError, match=r"it must be a number from 0 to 0\.9375\."):
         ToMeConfig(15 / 16 + 1e-6)
 
 
 def test_no_layer_to_merge_is_rejected():
     with pytest.raises(ToMeConfigError, match="merge_attn, merge_crossattn and merge_mlp are all False"):
-        ToMeConfig(method="default", merge_attn=False)
-    with pytest.raises(ToMeConfigError, match=r"merge_attn=False .* which has no merge_attn: .* default,"):
-        ToMeConfig(merge_attn=False)
+        ToMeConfig(method="tomesd", merge_attn=False)
 
 
 @pytest.mark.parametrize(
@@ -236,46 +246,19 @@ def test_cells_decide_the_ratios_and_the_error_names_them(sx, sy, named):
     with pytest.raises(ToMeConfigError, match=rf"ratio=0\.4 is not allowed: {allowed}\."):
         ToMeConfig(0.4, "todo", sx=sx, sy=sy)
     for per_cell, ratio in enumerate(named, 1):
-        assert ToMeConfig(ratio, "todo", sx=sx, sy=sy).ratio == 1 - per_cell / (sx * sy)
-        assert tokens_kept(ToMeConfig(ratio, "todo", sx=sx, sy=sy), Grid(5 * sy, 7 * sx)).keys == 35 * per_cell
-    assert ToMeConfig(0, "todo", sx=sx, sy=sy).ratio == 0
-    assert ToMeConfig(named[0], "default", sx=sx, sy=sy).ratio == 1 - 1 / (sx * sy)
-
-
-@pytest.mark.parametrize(("sx", "sy"), [(2, 2), (4, 2), (1, 2)])
-def test_the_ratios_of_default_cost_as_much_as_equal_ones(sx, sy):
-    """Queries times keys, at every ratio; keys merge more until cells stop them, which the largest ratio does."""
-    largest, grid = 1 - 1 / (sx * sy), Grid(20, 20)
-    for ratio in np.linspace(0, largest, 21):
-        config = ToMeConfig(ratio, "default", sx=sx, sy=sy)
-        queries, keys = METHODS["default"].ratios(config, config.ratio)
-        assert (1 - queries) * (1 - keys) == pytest.approx((1 - config.ratio) ** 2)
-        assert 0 <= queries <= ratio + 1e-12 and ratio - 1e-12 <= keys <= largest
-        assert 1 - keys == pytest.approx((1 - queries) ** 5) or keys == largest
-        assert tokens_kept(config, grid) == (400, 400 - int(400 * queries + 1e-9), 400 - int(400 * keys + 1e-9))
-        alike = 400 - int(400 * config.ratio + 1e-9)
-        assert tokens_kept(config, grid, merges_block=True) == (400, alike, alike)
-    assert (queries, keys) == pytest.approx((largest, largest))
-
-
-@pytest.mark.parametrize("method", ["symmetric", "tomesd", "kv", "interlace"])
-def test_the_other_methods_merge_at_the_ratio(method):
-    assert METHODS[method].ratios(ToMeConfig(0.6, method), 0.7) == (0.7, 0.7), "of the block"
-
-
-@pytest.mark.parametrize("method", [name for name in METHODS if allowed(name, merge_attn=False)])
-def test_layers_other_than_self_attention_merge_at_the_ratio(method):
-    config = ToMeConfig(method=method, merge_attn=False, merge_mlp=True)
-    kept = 400 - 400 * config.ratio
-    assert tokens_kept(config, Grid(20, 20)) == (400, kept, kept)
+        config = ToMeConfig(ratio, "todo", sx=sx, sy=sy)
+        assert config.ratio == ratio and config.effective_ratio == 1 - per_cell / (sx * sy)
+        assert kept(config, Grid(5 * sy, 7 * sx)) == 35 * per_cell
+    assert ToMeConfig(0, "todo", sx=sx, sy=sy).effective_ratio == 0
+    assert ToMeConfig(named[0], "tomesd", sx=sx, sy=sy).effective_ratio == 1 - 1 / (sx * sy)
 
 
 def test_cells_take_remainders_with_them():
     """A grid of 7×9 tokens has 3·4 cells of 2×2, and keeps one or two tokens of each."""
     todo = ToMeConfig(method="todo")
-    assert tokens_kept(todo, Grid(7, 9)).keys == 12 < tokens_kept(ToMeConfig(0.75, "kv"), Grid(7, 9)).keys
-    assert tokens_kept(ToMeConfig(0.5, "todo"), Grid(7, 9)) == (63, 24, 24)
-    assert tokens_kept(todo, Grid(1, 5)) == tokens_kept(ToMeConfig(0.5, "todo"), Grid(1, 5)) == (5, 5, 5)
+    assert kept(todo, Grid(7, 9)) == 12 < kept(ToMeConfig(0.75, "tomesd"), Grid(7, 9))
+    assert kept(ToMeConfig(0.5, "todo"), Grid(7, 9)) == 24
+    assert kept(todo, Grid(1, 5)) == kept(ToMeConfig(0.5, "todo"), Grid(1, 5)) == 5
 
 
 @pytest.mark.parametrize(
@@ -283,26 +266,14 @@ def test_cells_take_remainders_with_them():
     [
         ({}, "interlace"),
         ({"ratio": 0.7}, "interlace"),
-        ({"max_downsample": 2, "min_tokens": 64}, "interlace, up to level 2, from 64 tokens"),
-        ({"ratio": 0.7, "seed": 3, "method": "default"}, "default"),
-        ({"method": "symmetric", "window": 8}, "symmetric, windows of 8"),
-        ({"method": "tomesd"}, "tomesd"),
-        ({"method": "kv", "sx": 4, "window": None}, "kv, 4x2 cells, whole grid"),
-        ({"method": "todo"}, "todo"),
-        ({"method": "todo", "use_rand": True}, "todo, random dst"),
-        (
-            {"method": "default", "merge_attn": False, "merge_mlp": True},
-            "default, not around self-attention, merge_mlp=True",
-        ),
-        (
-            {"method": "default", "use_rand": False, "max_downsample": 2, "proportional": False, "min_tokens": 64},
-            "default, up to level 2, fixed dst, not proportional, from 64 tokens",
-        ),
+        ({"max_downsample": 2, "min_tokens": 64}, "interlace, max_downsample=2, min_tokens=64"),
+        ({"ratio": 0.7, "seed": 3, "method": "tomesd"}, "tomesd, seed=3"),
+        ({"method": "todo", "sx": 4}, "todo, sx=4"),
+        ({"method": "tomesd", "merge_attn": False, "merge_mlp": True}, "tomesd, merge_attn=False, merge_mlp=True"),
     ],
 )
 def test_method_in_words(settings, words):
-    config = ToMeConfig(**settings)
-    assert method_in_words(config) == words
+    assert method_in_words(ToMeConfig(**settings)) == words
 
 
 @pytest.mark.parametrize(
@@ -310,9 +281,8 @@ def test_method_in_words(settings, words):
     [
         ({}, "interlace 0.75"),
         ({"ratio": 0.8, "max_downsample": 1}, "interlace 0.8, max_downsample=1"),
-        ({"method": "default", "ratio": 0.8, "sx": 4}, "default 0.8, sx=4"),
-        ({"method": "todo", "use_rand": True}, "todo 0.75, use_rand=True"),
-        ({"method": "kv", "window": None, "seed": 1}, "kv 0.5, seed=1, window=None"),
+        ({"method": "todo", "sx": 4}, "todo 0.875, sx=4"),
+        ({"method": "tomesd", "ratio": 1 / 3, "seed": np.int64(1)}, "tomesd 0.333333333333333, seed=1"),
     ],
 )
 def test_merging_in_words(settings, words):
@@ -322,26 +292,21 @@ def test_merging_in_words(settings, words):
 
 
 def test_no_two_ways_to_merge_have_the_same_words():
-    others = {
-        "max_downsample": 2,
-        "sx": 3,
-        "sy": 3,
-        "use_rand": False,
-        "window": 8,
-        "proportional": False,
-    }
-    others |= {"merge_crossattn": True, "merge_mlp": True, "min_tokens": 64}
-    configs = [ToMeConfig(method="default", **{name: value}) for name, value in others.items()]
-    configs += [ToMeConfig(**{name: value}) for name, value in allowed("interlace", **others).items()]
-    configs += [ToMeConfig(method=method) for method in METHODS]
+    others = {**OTHERS, "max_downsample": 2, "min_tokens": 64}
+    del others["merge_attn"]  # alone it would leave nothing to merge
+    configs = [ToMeConfig(method=method) for method in METHODS]
+    for method in METHODS:
+        configs += [ToMeConfig(method=method, **{name: value}) for name, value in allowed(method, **others).items()]
     for in_words in (method_in_words, merging_in_words):
         assert len(set(map(in_words, configs))) == len(configs)
 
 
-def test_numpy_numbers_are_converted():
-    config = ToMeConfig(np.float32(0.25), "default", sx=np.int64(4), seed=np.uint32(7), use_rand=np.True_)
-    assert (type(config.ratio), type(config.sx), type(config.seed), type(config.use_rand)) == (float, int, int, bool)
-    assert config == ToMeConfig(0.25, "default", sx=4, seed=7)
+def test_numbers_of_numpy_are_as_those_of_python():
+    config = ToMeConfig(np.float32(0.25), "tomesd", sx=np.int64(4), seed=np.uint32(7), use_rand=np.False_)
+    equal = ToMeConfig(0.25, "tomesd", sx=4, seed=7, use_rand=False)
+    assert config == equal and hash(config) == hash(equal) and repr(config) == repr(equal)
+    settings = config.settings()
+    assert [type(settings[name]) for name in ("ratio", "sx", "seed", "use_rand")] == [float, int, int, bool]
 
 
 def test_frozen():
@@ -350,78 +315,67 @@ def test_frozen():
 
 
 def test_copies_and_pickles_are_equal():
-    for config in (ToMeConfig(), ToMeConfig(method="todo", use_rand=True, seed=7), ToMeConfig(0.6, "kv", sx=4)):
+    for config in (ToMeConfig(), ToMeConfig(method="todo", sx=4), ToMeConfig(0.6, "tomesd", seed=7)):
         for other in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config), dataclasses.replace(config)):
             assert other == config and hash(other) == hash(config)
 
 
 @pytest.mark.parametrize(
-    ("ratio", "grid", "removed", "queries", "keys"),
+    ("ratio", "grid", "removed"),
     [
-        (0.5, Grid(64, 64), 2048, 845, 2805),
-        (0.75, Grid(8, 8), 48, 48, 48),
-        (0.5, Grid(5, 7), 17, 7, 23),
-        (0.29, Grid(10, 10), 29, 10, 43),  # 28.999999999999996
-        (0.2899999, Grid(10, 10), 28, 10, 43),
-        (0, Grid(8, 8), 0, 0, 0),
-        (0.5, Grid(1, 1), 0, 0, 0),
-        (0.5, Grid(1, 3), 0, 0, 0),
+        (0.5, Grid(64, 64), 2048),
+        (0.75, Grid(8, 8), 48),
+        (0.5, Grid(5, 7), 17),
+        (0.29, Grid(10, 10), 29),  # 28.999999999999996
+        (0.2899999, Grid(10, 10), 28),
+        (0, Grid(8, 8), 0),
+        (0.5, Grid(1, 1), 0),
+        (0.5, Grid(1, 3), 0),
     ],
 )
-def test_what_merges_away_is_rounded_down_and_needs_a_dst(ratio, grid, removed, queries, keys):
-    n = grid.tokens
-    assert tokens_kept(ToMeConfig(ratio, "symmetric"), grid) == Kept(n, n - removed, n - removed)
-    assert tokens_kept(ToMeConfig(ratio, "default"), grid) == Kept(n, n - queries, n - keys)
+def test_what_merges_away_is_rounded_down_and_needs_a_dst(ratio, grid, removed):
+    assert kept(ToMeConfig(ratio, "tomesd"), grid) == grid.tokens - removed
 
 
 @pytest.mark.parametrize("side", [10, 64, 256, 1000])
 def test_what_merges_away_is_the_exact_share_whatever_floating_point_makes_of_it(side):
     grid, n = Grid(side, side), side**2
     for hundredths in range(100):
-        config = ToMeConfig(hundredths / 100, "symmetric", sx=10, sy=10)
-        assert tokens_kept(config, grid).queries == n - min(n * hundredths // 100, n - (side // 10) ** 2)
+        config = ToMeConfig(hundredths / 100, "tomesd", sx=10, sy=10)
+        assert kept(config, grid) == n - min(n * hundredths // 100, n - (side // 10) ** 2)
 
 
 def test_describe_has_ratio_and_changed_settings():
     assert ToMeConfig().describe() == "ratio=0.75"
-    assert ToMeConfig(0.25, "default", seed=3, sx=4).describe() == "ratio=0.25, method='default', sx=4, seed=3"
-    assert ToMeConfig(method="todo").describe() == "ratio=0.75, method='todo'"
-    assert ToMeConfig(method="todo", use_rand=True).changed_settings() == {
-        "ratio": 0.75,
-        "method": "todo",
-        "use_rand": True,
-    }
-    assert str(ToMeConfig(0.75, "kv", window=None)) == "ToMeConfig(ratio=0.75, method='kv', window=None)"
+    assert ToMeConfig(0.25, "tomesd", seed=3, sx=4).describe() == "ratio=0.25, method='tomesd', sx=4, seed=3"
+    assert ToMeConfig(method="todo", sx=4).changed_settings() == {"ratio": 0.875, "method": "todo", "sx": 4}
+    assert str(ToMeConfig(0.5, "todo", min_tokens=9)) == "ToMeConfig(ratio=0.5, method='todo', min_tokens=9)"
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_changed_settings_give_back_the_config(method):
+def test_changed_settings_give_back_the_settings(method):
     for settings in ({}, {"sx": 4}, {"sx": 3, "sy": 1, "use_rand": False, "seed": 7, "ratio": 0, "min_tokens": 9}):
         config = ToMeConfig(method=method, **allowed(method, **settings))
-        assert ToMeConfig(**config.changed_settings()) == config
+        assert ToMeConfig(**config.changed_settings()).settings() == config.settings()
 
 
 @pytest.mark.parametrize(
     ("own", "passed", "expected"),
     [
         ({}, {}, {}),
-        ({}, {"method": "default"}, {"method": "default"}),  # the default ratio becomes that of the method
-        ({"method": "default"}, {"method": "interlace"}, {}),
+        ({}, {"method": "tomesd"}, {"method": "tomesd"}),  # the ratio becomes that of the method
+        ({"method": "tomesd"}, {"method": "interlace"}, {}),
         (
             {"ratio": 0.6, "min_tokens": 9},
-            {"method": "kv", "sx": 4},
-            {"ratio": 0.6, "method": "kv", "sx": 4, "min_tokens": 9},
+            {"method": "tomesd", "sx": 4},
+            {"ratio": 0.6, "method": "tomesd", "sx": 4, "min_tokens": 9},
         ),
-        ({"method": "kv", "ratio": 0.6, "seed": 7}, {"sx": 4}, {"method": "kv", "ratio": 0.6, "seed": 7, "sx": 4}),
-        ({"method": "default", "sx": 4}, {"method": "todo"}, {"method": "todo", "sx": 4}),
-        ({"method": "todo"}, {"method": "kv"}, {"method": "kv"}),
+        ({"method": "tomesd", "sx": 4}, {"method": "todo"}, {"method": "todo", "sx": 4}),
         ({"method": "todo"}, {"sx": 4}, {"method": "todo", "sx": 4}),
-        ({"method": "todo", "use_rand": True}, {"seed": 1}, {"method": "todo", "use_rand": True, "seed": 1}),
-        ({"ratio": 0.6}, {"method": "kv"}, {"ratio": 0.6, "method": "kv"}),
+        ({"ratio": 0.5}, {"method": "todo"}, {"ratio": 0.5, "method": "todo"}),
+        ({"ratio": 0.75}, {"method": "tomesd"}, {"ratio": 0.75, "method": "tomesd"}),  # also its method's own
         ({"ratio": 0.6}, {"method": "todo", "ratio": 0}, {"method": "todo", "ratio": 0}),
-        ({"method": "todo"}, {"ratio": 0.5}, {"method": "todo", "ratio": 0.5}),
-        ({"method": "todo", "ratio": 0.5}, {"method": "kv"}, {"method": "kv"}),
-        ({"method": "kv", "window": 8}, {"method": "tomesd", "window": None}, {"method": "tomesd"}),
+        ({"ratio": 0.6}, {"method": "todo", "ratio": None}, {"method": "todo"}),
     ],
 )
 def test_with_settings(own, passed, expected):
@@ -431,8 +385,8 @@ def test_with_settings(own, passed, expected):
 @pytest.mark.parametrize(
     ("own", "passed", "message"),
     [
-        ({"method": "default", "window": 8}, {"method": "todo"}, "window=8 .* no window"),
-        ({"method": "default", "sx": 4}, {"method": "interlace"}, "sx=4 .* no sx"),
+        ({"method": "tomesd", "seed": 8}, {"method": "todo"}, "seed=8 .* no seed"),
+        ({"method": "todo", "sx": 4}, {"method": "interlace"}, "sx=4 .* no sx"),
         ({"ratio": 0.6}, {"method": "todo"}, "ratio=0.6 .* method='todo'"),
         (
             {"method": "todo", "ratio": 0.5},
@@ -448,9 +402,9 @@ def test_settings_of_its_own_that_do_not_go_with_those_passed_are_an_error(own, 
 
 
 def test_the_config_of_a_controlnet():
-    config = ToMeConfig(0.6, "kv", seed=3)
+    config = ToMeConfig(0.6, "tomesd", seed=3)
     assert controlnet_config(config, True) is config and controlnet_config(config, False) is None
-    assert controlnet_config(config, 0.3) == ToMeConfig(0.3, "kv", seed=3)
+    assert controlnet_config(config, 0.3) == ToMeConfig(0.3, "tomesd", seed=3)
     assert controlnet_config(ToMeConfig(method="todo"), 0.5) == ToMeConfig(0.5, "todo")
     with pytest.raises(ToMeConfigError, match=r"controlnet=0.6 is not allowed: method='todo' allows 0\.5, 0\.75 or 0"):
         controlnet_config(ToMeConfig(method="todo"), 0.6)
@@ -458,70 +412,169 @@ def test_the_config_of_a_controlnet():
         controlnet_config(config, "half")
 
 
-# Settings files
+# In a model of pydantic's
 
 
-def test_a_settings_file_gives_back_the_config(tmp_path):
-    path = tmp_path / "tome_config.json"
-    config = ToMeConfig(method="todo", use_rand=True, sx=2, seed=7, min_tokens=1024)
-    config.save(path, figures={"speed_up": 1.5})
-    assert ToMeConfig.load(path) == ToMeConfig.load(str(path)) == config
-    content = json.loads(path.read_text())
-    assert content["figures"] == {"speed_up": 1.5} and content["settings"] == vars(config)
-    for settings, expected in (({"method": "todo"}, ToMeConfig(method="todo")), ({"ratio": 0.5}, ToMeConfig(0.5))):
-        path.write_text(json.dumps({"format": "ppdiffusers_tome.config", "version": 2, "settings": settings}))
-        assert ToMeConfig.load(path) == expected
+class UserSettings(BaseModel):
+    tome: ToMeConfig = ToMeConfig()
 
 
-OF_2X = {  # all settings of a file or export of 2.x
-    **{name: value for name, value in {**DEFAULTS, **OF_PAIRS}.items() if name != "method"},
-    "match": "similarity",
-    "merge_attn": "asymmetric",
-}
-UPGRADED = [  # what of those differs from the defaults of 2.x, and the settings that it is now
-    ({}, {"method": "default"}),
-    ({"ratio": 0.25, "seed": 7, "window": 8}, {"method": "default", "ratio": 0.25, "seed": 7, "window": 8}),
-    ({"seed": None, "use_rand": False}, {"method": "default", "use_rand": False}),  # it chose nothing
-    ({"blend": 1.0}, {"method": "default"}),
-    ({"merge_attn": True}, {"method": "symmetric"}),
-    ({"merge_attn": True, "window": None}, {"method": "symmetric", "window": None}),
-    ({"merge_attn": True, "window": None, "proportional": False}, {"method": "tomesd"}),
-    ({"window": None, "proportional": False}, {"method": "default", "window": None, "proportional": False}),
-    ({"merge_attn": "kv", "ratio": 0.7}, {"method": "kv", "ratio": 0.7}),
-    ({"merge_attn": False, "merge_mlp": True}, {"method": "default", "merge_attn": False, "merge_mlp": True}),
-    ({"merge_attn": "kv", "match": "grid", "ratio": 0.75}, {"method": "todo", "use_rand": True}),
-    ({"merge_attn": "kv", "match": "grid", "ratio": 0.75, "use_rand": False, "window": 8}, {"method": "todo"}),
-    (
-        {"merge_attn": "kv", "match": "grid", "ratio": 0.875, "sx": 4, "blend": 0},
-        {"method": "todo", "use_rand": True, "sx": 4},
-    ),
-]
-
-
-@pytest.mark.parametrize(("settings", "expected"), UPGRADED)
-@pytest.mark.parametrize("given", [OF_2X, {}], ids=["complete", "partial"])
-def test_settings_of_2x_are_those_that_they_are_now(tmp_path, given, settings, expected):
-    path, config = tmp_path / "tome_config.json", ToMeConfig(**expected)
-    path.write_text(json.dumps({"format": "ppdiffusers_tome.config", "version": 1, "settings": {**given, **settings}}))
-    assert ToMeConfig.load(path) == config
-    assert ToMeConfig(**upgraded(vars(config))) == config, "settings of this release stay as they are"
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"ratio": 0.3}, {"method": "todo", "sx": 4}, {"method": "tomesd", "use_rand": False, "seed": 2**64 - 1}],
+    ids=str,
+)
+def test_a_config_in_a_users_pydantic_model(settings):
+    config = ToMeConfig(**settings)
+    of_json = UserSettings.model_validate_json(json.dumps({"tome": settings}))
+    of_dictionary = UserSettings.model_validate({"tome": settings})
+    of_config = UserSettings(tome=config)
+    assert of_json == of_dictionary == of_config and of_config.tome == config
+    assert UserSettings.model_validate(of_config.model_dump()) == of_config
+    assert UserSettings.model_validate_json(of_config.model_dump_json()) == of_config
+    assert UserSettings.model_json_schema()["$defs"]["ToMeConfig"]["properties"].keys() == DEFAULTS.keys()
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"match": "grid", "ratio": 0.75, "merge_attn": True}, 'Use method="todo", or method="symmetric"'),
-        ({"match": "grid", "ratio": 0.75}, "merge_attn='asymmetric' cannot be read: .* Use method=\"todo\""),
-        ({"blend": 0.5}, "blend=0.5 cannot be read"),
-        ({"seed": None}, "seed=None is not allowed: it must be an int"),
-        ({"match": "pairs"}, "match='pairs'.* cannot be read"),
-        ({"merge_attn": "q"}, "merge_attn='q' cannot be read"),
+        ({"ratio": 50}, "Did you mean 0.5, which is 50 %"),
+        ({"ratio": "half"}, "ratio"),
+        ({"method": "kv"}, 'use method="interlace"'),
+        ({"ration": 0.5}, "ration"),
+        ({"method": "todo", "ratio": 0.6}, "ratio=0.6 is not allowed: method='todo' allows"),
+    ],
+    ids=str,
+)
+def test_what_is_not_allowed_is_an_error_of_the_pydantic_model(settings, message):
+    for read in (UserSettings.model_validate, lambda given: UserSettings.model_validate_json(json.dumps(given))):
+        with pytest.raises(ValidationError) as caught:
+            read({"tome": settings})
+        assert message in str(caught.value)
+
+
+# Settings files
+
+
+def write_settings(path, version, settings):
+    path.write_text(json.dumps({"format": "ppdiffusers_tome.config", "version": version, "settings": settings}))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_settings_file_gives_back_the_settings(tmp_path, method):
+    path = tmp_path / "tome_config.json"
+    config = ToMeConfig(method=method, min_tokens=1024, **allowed(method, seed=np.int64(7), sx=4))
+    config.save(path, figures={"speed_up": 1.5})
+    assert ToMeConfig.load(path).settings() == ToMeConfig.load(str(path)).settings() == config.settings()
+    content = json.loads(path.read_text())
+    assert content["figures"] == {"speed_up": 1.5} and content["settings"] == allowed(method, **config.settings())
+    other = dataclasses.replace(config, ratio=0)
+    other.save(path)
+    assert ToMeConfig.load(path) == other
+
+
+def test_settings_that_a_file_lacks_have_their_defaults(tmp_path):
+    path = tmp_path / "tome_config.json"
+    for settings in ({}, {"method": "todo"}, {"ratio": 0.5}):
+        write_settings(path, 2, settings)
+        assert ToMeConfig.load(path) == ToMeConfig(**settings)
+
+
+OF_2X = {  # all settings of a file of 2.x
+    "ratio": 0.5,
+    "max_downsample": None,
+    "sx": 2,
+    "sy": 2,
+    "use_rand": True,
+    "seed": 0,
+    "match": "similarity",
+    "window": 16,
+    "proportional": True,
+    "merge_attn": "asymmetric",
+    "merge_crossattn": False,
+    "merge_mlp": False,
+    "min_tokens": 0,
+}
+OF_TOMESD = {"merge_attn": True, "window": None, "proportional": False}
+OF_TODO = {"merge_attn": "kv", "match": "grid", "ratio": 0.75, "use_rand": False}
+READ = [  # what of those differs from the defaults of 2.x, and the settings that it is now
+    (OF_TOMESD, {"ratio": 0.5, "method": "tomesd"}),
+    ({**OF_TOMESD, "blend": 1.0, "ratio": 0.6}, {"ratio": 0.6, "method": "tomesd"}),
+    (
+        {**OF_TOMESD, "sx": 4, "seed": 7, "use_rand": False, "max_downsample": 2, "min_tokens": 64},
+        {"method": "tomesd", "ratio": 0.5, "sx": 4, "seed": 7, "use_rand": False}
+        | {"max_downsample": 2, "min_tokens": 64},
+    ),
+    ({**OF_TOMESD, "seed": None}, {"ratio": 0.5, "method": "tomesd"}),  # other tokens in each pass, as in each step
+    (
+        {**OF_TOMESD, "merge_attn": False, "merge_mlp": True},
+        {"ratio": 0.5, "method": "tomesd", "merge_attn": False, "merge_mlp": True},
+    ),
+    (OF_TODO, {"ratio": 0.75, "method": "todo"}),
+    ({**OF_TODO, "window": 8, "proportional": False, "seed": 3}, {"ratio": 0.75, "method": "todo"}),
+    (
+        {**OF_TODO, "ratio": 0.875, "sx": 4, "blend": 0, "min_tokens": 64, "seed": None},
+        {"ratio": 0.875, "method": "todo"} | {"sx": 4, "min_tokens": 64},
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "expected"), READ)
+@pytest.mark.parametrize("given", [OF_2X, {}], ids=["complete", "partial"])
+def test_settings_of_2x_are_those_that_they_are_now(tmp_path, given, settings, expected):
+    path = tmp_path / "tome_config.json"
+    write_settings(path, 1, {**given, **settings})
+    assert ToMeConfig.load(path) == ToMeConfig(**expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "instead"),
+    [
+        ({}, 'method="interlace"'),
+        ({"merge_attn": "asymmetric", "window": None, "proportional": False}, 'method="interlace"'),
+        ({"merge_attn": "kv"}, 'method="interlace"'),
+        ({"merge_attn": True}, 'method="tomesd"'),
+        ({**OF_TOMESD, "window": 16}, 'method="tomesd"'),
+        ({**OF_TOMESD, "proportional": True}, 'method="tomesd"'),
+        ({**OF_TOMESD, "blend": 0.5}, 'method="tomesd"'),
+        ({**OF_TOMESD, "match": "pairs"}, 'method="tomesd"'),
+        ({**OF_TODO, "merge_attn": True}, 'method="tomesd"'),
+        ({**OF_TODO, "use_rand": True}, '"interlace"'),
+        ({**OF_TODO, "merge_mlp": True}, 'method="tomesd"'),
+        ({**OF_TODO, "merge_crossattn": True}, 'method="tomesd"'),
+        ({**OF_TODO, "blend": 1}, 'method="interlace"'),
+        ({"merge_attn": "q"}, 'method="interlace"'),
     ],
 )
-def test_settings_of_2x_that_would_merge_otherwise_are_refused(tmp_path, settings, message):
+@pytest.mark.parametrize("given", [OF_2X, {}], ids=["complete", "partial"])
+def test_settings_of_2x_that_would_merge_otherwise_are_refused_with_what_to_use(tmp_path, given, settings, instead):
     path = tmp_path / "tome_config.json"
-    path.write_text(json.dumps({"format": "ppdiffusers_tome.config", "version": 1, "settings": settings}))
-    with pytest.raises(ToMeConfigError, match=rf"tome_config\.json: .*{message}"):
+    write_settings(path, 1, {**given, **settings})
+    with pytest.raises(ToMeConfigError, match=r"tome_config\.json: it (merges|has) ") as caught:
+        ToMeConfig.load(path)
+    assert instead in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("version", "settings", "message"),
+    [
+        (2, {"match": "grid"}, 'match is not a setting since release 3.0: .*method="todo"'),
+        (2, {"window": None}, "window is not a setting since release 3.0"),
+        (2, {"proportional": False}, "proportional is not a setting since release 3.0"),
+        (2, {"method": "kv"}, "method='kv' is not allowed since release 3.0: use method=\"interlace\""),
+        (2, {"method": "default", "ratio": 0.5}, "method='default' is not allowed since release 3.0"),
+        (2, {"seed": None, "method": "tomesd"}, "seed=None is not allowed"),
+        (2, {"ratio": "0.5"}, "ratio='0.5'"),
+        (2, {"sx": 4}, "sx=4 is not allowed with method='interlace'"),
+        (1, {**OF_TOMESD, "ration": 1}, "'ration' is not a setting"),
+        (1, {**OF_TOMESD, "ratio": 0.9}, "ratio=0.9"),
+        (1, {**OF_TOMESD, "ratio": "0.5"}, "ratio='0.5'"),
+    ],
+)
+def test_settings_of_a_file_that_are_not_allowed_are_an_error_that_names_it(tmp_path, version, settings, message):
+    path = tmp_path / "tome_config.json"
+    write_settings(path, version, settings)
+    with pytest.raises(ToMeConfigError, match=rf"tome_config\.json: {message}"):
         ToMeConfig.load(path)
 
 
@@ -536,14 +589,8 @@ def test_settings_of_2x_that_would_merge_otherwise_are_refused(tmp_path, setting
         (b'{"ratio": 0.5}', "not a settings file"),
         (b'{"format": "ppdiffusers_tome.config", "version": 3, "settings": {}}', "version 3 of the format"),
         (b'{"format": "ppdiffusers_tome.config", "settings": {}}', "version None"),
+        (b'{"format": "ppdiffusers_tome.config", "version": [2]}', "version \\[2\\]"),
         (b'{"format": "ppdiffusers_tome.config", "version": 2}', "no object"),
-        (b'{"format": "ppdiffusers_tome.config", "version": 2, "settings": {"match": "grid"}}', 'method="todo"'),
-        (
-            b'{"format": "ppdiffusers_tome.config", "version": 1, "settings": {"ration": 1}}',
-            "'ration' is not a setting",
-        ),
-        (b'{"format": "ppdiffusers_tome.config", "version": 1, "settings": {"ratio": 0.9}}', r"ratio=0\.9"),
-        (b'{"format": "ppdiffusers_tome.config", "version": 1, "settings": {"ratio": "0.5"}}', "ratio='0.5'"),
     ],
 )
 def test_damaged_settings_files_are_an_error_that_names_them(tmp_path, content, message):
@@ -558,22 +605,9 @@ def test_damaged_settings_files_are_an_error_that_names_them(tmp_path, content, 
 # The gate
 
 
-@pytest.mark.parametrize(
-    ("grid", "removed"), [(Grid(15, 17), (0, 0, 0)), (Grid(16, 16), (52, 175, 128)), (Grid(32, 32), (211, 701, 512))]
-)
-def test_grids_with_fewer_tokens_stay_plain(grid, removed):
-    config, n = ToMeConfig(0.5, "default", min_tokens=256), grid.tokens
-    queries, keys, alike = removed
-    assert tokens_kept(config, grid) == (n, n - queries, n - keys)
-    assert tokens_kept(config, grid, merges_block=True) == (n, n - alike, n - alike)
-    for method in ("todo", "interlace"):
-        assert tokens_kept(ToMeConfig(method=method, min_tokens=256), grid).keys == n - 1.5 * alike
-
-
-@pytest.mark.parametrize(
-    ("positional", "named"),
-    [((0.5, "default", None, 2, 2, True, 0, 16, True, True, False, False, 0, 9), {}), ((0.5,), {"ratio": 0.3})],
-)
-def test_arguments_that_python_would_refuse_are_an_error(positional, named):
-    with pytest.raises(ToMeConfigError):
-        ToMeConfig(*positional, **named)
+@pytest.mark.parametrize("method", METHODS)
+def test_grids_with_fewer_tokens_stay_plain(method):
+    gated, always = ToMeConfig(method=method, min_tokens=256), ToMeConfig(method=method)
+    assert kept(gated, Grid(15, 17)) == 255 > kept(always, Grid(15, 17))
+    for grid in (Grid(16, 16), Grid(32, 32)):
+        assert kept(gated, grid) == kept(always, grid) == grid.tokens * (1 - always.effective_ratio)

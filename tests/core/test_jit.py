@@ -33,7 +33,7 @@ def save(layer, spec, path):
 
 @pytest.fixture(
     scope="module",
-    params=[{}, {"method": "default", "merge_crossattn": True, "window": 4}, {"method": "tomesd"}],
+    params=[{}, {"method": "tomesd", "merge_crossattn": True}],
     ids=str,
 )
 def exported(request, tmp_path_factory):
@@ -44,7 +44,7 @@ def exported(request, tmp_path_factory):
     return folder, unet
 
 
-@pytest.mark.parametrize(("batch", "timestep"), [(1, 10), (2, 10), (3, 700)])
+@pytest.mark.parametrize(("batch", "timestep"), [(1, 10), (3, 700)])
 def test_exported_program_equals_eager(exported, batch, timestep):
     folder, unet = exported
     program, arguments = paddle.jit.load(str(folder / "unet")), inputs(batch=batch, timestep=timestep)

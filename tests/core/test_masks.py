@@ -1,4 +1,4 @@
-"""Attention masks: rejected over merged tokens, unchanged everywhere else."""
+"""Attention masks: rejected over tokens that merge, unchanged everywhere else."""
 
 from functools import partial
 
@@ -24,17 +24,8 @@ def unet(request):
     return unet
 
 
-@pytest.mark.parametrize(
-    ("settings", "keys"),
-    [
-        ({}, 32),
-        ({"method": "default"}, 81),
-        ({"method": "default", "ratio": 0.01}, 252),
-        ({"method": "symmetric"}, 128),
-        ({"method": "kv", "proportional": False}, 128),
-    ],
-)
-def test_mask_over_merged_tokens_is_rejected(unet, settings, keys):
+@pytest.mark.parametrize("settings", [{}, {"method": "todo"}, {"method": "tomesd"}], ids=str)
+def test_mask_over_merged_tokens_is_rejected(unet, settings):
     """Without merging masks reach ppdiffusers unchanged."""
     transformer, x, text = find_blocks(unet)[0].transformer, paddle.randn([2, 32, 16, 16]), paddle.randn([2, TEXT, 24])
     mask = paddle.to_tensor(np.arange(512).reshape(2, 256) % 3 > 0)
@@ -47,7 +38,7 @@ def test_mask_over_merged_tokens_is_rejected(unet, settings, keys):
     assert np.abs(plain - masked).max() > 1e-4
     unet.apply_tome(**settings)
     assert np.abs(attend() - plain).max() > 1e-4
-    with pytest.raises(ToMePassError, match=rf"attention_mask has shape \[2, 1, 256\] .* sees {keys} of 256 tokens"):
+    with pytest.raises(ToMePassError, match=r"attention_mask has shape \[2, 1, 256\].* computes with fewer"):
         attend(attention_mask=mask)
     unet.apply_tome(ratio=0)
     assert np.array_equal(attend(attention_mask=mask), masked)
@@ -66,7 +57,7 @@ def test_mask_over_text_is_unchanged(unet):
         return unet(arguments["sample"], 10, text, encoder_attention_mask=mask).sample.numpy()
 
     plain = attend()
-    unet.apply_tome(method="default", merge_crossattn=True)
+    unet.apply_tome(method="tomesd", merge_crossattn=True)
     merged = attend()
     arguments["encoder_hidden_states"][1, 3:] = 5.0  # behind the mask
     assert np.abs(merged - plain).max() > 1e-4

@@ -1,15 +1,18 @@
 """Video UNets: pixels merge within each frame, frames never merge, and all frames share their dst positions."""
 
 from functools import partial
+from itertools import pairwise
 
-import numpy as np
 import paddle
 import pytest
+from kept_keys import calls_of_attention, check_calls
 from ppdiffusers import UNetMotionModel
 from ppdiffusers.models.attention_processor import Attention
 from zoo import parts
 from zoo.noise import noise
 from zoo.videos import motion_adapter, unet_3d, unet_hotshot, unet_spatio_temporal
+
+from ppdiffusers_tome import Grid
 
 VIDEOS, FRAMES, SIDE, TEXT = 2, 3, 8, 5
 PIXELS = SIDE * SIDE
@@ -57,13 +60,13 @@ def record(model):
     """Rows, tokens and keys of each attention layer in one pass, by path: over frames, and over pixels."""
     seen = {}
 
-    def shape_of(layer, arguments, path, name):
-        seen.setdefault(path, {})[name] = arguments[0].shape[:2]
+    def shape_of(layer, arguments, output, path, name):
+        seen.setdefault(path, {})[name] = output.shape[:2]
 
     for path, layer in model.named_sublayers():
         if isinstance(layer, Attention):
             for name in ("to_q", "to_k"):
-                getattr(layer, name).register_forward_pre_hook(partial(shape_of, path=path, name=name))
+                getattr(layer, name).register_forward_post_hook(partial(shape_of, path=path, name=name))
     draw(model)
     shapes = {path: (*of["to_q"], of["to_k"][1]) for path, of in seen.items()}
     over_frames = {path: shape for path, shape in shapes.items() if any(part in path for part in TEMPORAL)}
@@ -75,28 +78,42 @@ def self_attention(over_pixels):
 
 
 @pytest.mark.parametrize(
-    ("settings", "queries", "keys"), [({"method": "default"}, 51, 21), ({"method": "symmetric"}, 32, 32)], ids=str
+    ("method", "queries", "keys"), [("interlace", PIXELS, 16), ("todo", PIXELS, 16), ("tomesd", 16, 16)]
 )
-def test_pixels_merge_in_each_frame_and_frames_do_not_merge(model, settings, queries, keys):
+def test_pixels_merge_in_each_frame_and_frames_do_not_merge(model, method, queries, keys):
+    """With interlace the last block of the UNet keeps twice the keys of the average, and the others fewer."""
     plain_frames, plain_pixels = record(model)
-    model.apply_tome(ratio=0.5, **settings)
+    model.apply_tome(ratio=0.75, method=method)
     over_frames, over_pixels = record(model)
     assert plain_frames
     assert over_frames == plain_frames
     assert {tokens for _, tokens, _ in over_frames.values()} == {FRAMES}
     assert {rows for rows, _, _ in over_frames.values()} <= {VIDEOS * PIXELS, VIDEOS * PIXELS // 4}  # levels 1 and 2
-    at_level_1 = {path for path, shape in self_attention(plain_pixels).items() if shape[1] == PIXELS}
+    at_level_1 = [path for path, shape in self_attention(plain_pixels).items() if shape[1] == PIXELS]
     assert at_level_1
-    for path, shape in plain_pixels.items():
-        merged = (VIDEOS * FRAMES, queries, keys)
-        assert over_pixels[path] == (merged if path in at_level_1 else shape), path
+    of_blocks = [(VIDEOS * FRAMES, queries, keys)] * len(at_level_1)
+    if method == "interlace":
+        of_blocks = [(VIDEOS * FRAMES, queries, kept) for kept in [8] * (len(at_level_1) - 1) + [32]]
+    expected = {**plain_pixels, **dict(zip(at_level_1, of_blocks, strict=True))}
+    assert over_pixels == expected
 
 
-def test_frames_share_dst_positions_but_not_pairs(model, plans):
-    draw(model.apply_tome(method="default"))
+def test_attention_has_the_keys_that_remain_in_its_frame(model):
+    with calls_of_attention() as calls:
+        draw(model.apply_tome())
+    check_calls(model, calls, Grid(SIDE, SIDE), frames=FRAMES)
+
+
+def test_frames_have_turns_of_their_own_or_share_dst(model, plans):
+    """With interlace each frame keeps other pixels than the one before; with tomesd all frames have the same dst."""
+    draw(model.apply_tome())
+    for plan in plans:
+        positions = [set(row) for row in plan.choice.positions.tolist()]
+        assert len(positions) == FRAMES and all(a != b for a, b in pairwise(positions))
+    plans.clear()
+    draw(model.apply_tome(method="tomesd"))
     assert plans
-    for plan in (plan for of_block in plans for plan in (of_block, of_block.keys)):
-        dst, merged = (rows.numpy().reshape(VIDEOS * FRAMES, -1) for rows in (plan.dst_rows, plan.merged_rows))
-        offsets = PIXELS * np.arange(VIDEOS * FRAMES)[:, None]
-        assert (dst - offsets == dst[0]).all()
-        assert not (np.sort(merged - offsets) == np.sort(merged[0])).all()
+    for plan in plans:
+        remain = [set(row) for row in plan.choice.positions.tolist()]
+        assert len(remain) == VIDEOS * FRAMES and len(set.intersection(*remain)) >= PIXELS // 4
+        assert len({frozenset(row) for row in remain}) > 1

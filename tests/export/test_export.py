@@ -76,6 +76,13 @@ def test_manifest_describes_the_folder(exported_folder):
         manifest.ratios = ()
 
 
+def test_half_precision_weights_are_exported_in_float32(exported_folder, tmp_path):
+    pipe, linked = tiny_pipeline(), unmerged_programs(exported_folder)
+    pipe.unet.to(dtype="float16")
+    (unet, *_) = export(pipe, tmp_path / "export", 0.5, linked=linked).programs
+    assert unet.ratio == 0.5 and max(unet.parity.values()) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("ratio", "settings"),
     [

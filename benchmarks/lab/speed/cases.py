@@ -10,17 +10,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ppdiffusers_tome.attach.placement import tokens_kept
 from ppdiffusers_tome.comparison.results import check_result
 from ppdiffusers_tome.config import ToMeConfig
 from ppdiffusers_tome.errors import ToMeConfigError
-from ppdiffusers_tome.methods import METHODS
 
-from ..arm import BUILT_IN, EAGER, LIMIT, PLAIN, Arm
+from ..arm import BUILT_IN, EAGER, PLAIN, Arm
 from .architectures import Architecture, architecture_of
 
 MEMORY_EFFICIENT, TOME, BOTH = "memory-efficient", "tome", "both"
-KINDS = (PLAIN, MEMORY_EFFICIENT, TOME, BOTH, BUILT_IN, LIMIT)  # of arms, as `bench --arms` names them
+KINDS = (PLAIN, MEMORY_EFFICIENT, TOME, BOTH, BUILT_IN)  # of arms, as `bench --arms` names them
 PREDICTOR, ONNX_RUNTIME = "predictor", "onnxruntime"
 OPENVINO, OPENVINO_BF16 = "openvino", "openvino-bf16"
 # Backends that run exported programs, and the settings of `load_pipeline` that they stand for.
@@ -34,8 +32,6 @@ BACKENDS = (EAGER, *PROGRAMS)
 ROUNDED = (OPENVINO_BF16,)  # backends that compute in bfloat16
 PLANNED, MEASURED, ERROR = "planned", "measured", "error"
 SCOPES = {"unet": "one UNet pass"}
-FORMAT_BEFORE = 3  # of results in which an arm was of a kind, and its fields stood beside what it cost
-BEFORE_3 = ("dtype", "steps", "guidance_scale", "memory_limit_gb")  # fields of cases in earlier results
 
 
 @dataclass
@@ -43,7 +39,6 @@ class Measurement:
     """An arm of a case, and what it cost; the fields are those of the result file."""
 
     arm: Arm
-    kept: int = 0  # tokens after merging, at the shallowest level with attention
     status: str = PLANNED  # until MEASURED or ERROR
     reason: str | None = None  # why it was not measured
     seconds: list[float] = field(default_factory=list)  # the time of each round
@@ -53,7 +48,7 @@ class Measurement:
 
     @property
     def name(self) -> str:
-        """In words, such as "default 0.5, window=8, eager"; no two of a case have the same."""
+        """In words, such as "tomesd 0.5, sx=4, eager"; no two of a case have the same."""
         return self.arm.pass_name
 
     def fail(self, reason: str) -> None:
@@ -66,12 +61,8 @@ class Measurement:
 
     @classmethod
     def from_json(cls, given: dict[str, Any]) -> "Measurement":
-        """The measurement of `to_json`, or of a result in FORMAT_BEFORE."""
-        known = {name: value for name, value in given.items() if name != "shares"}  # results before 3.0 have it
-        if isinstance(kind := known["arm"], str):
-            settings = {name: known.pop(name) for name in ("backend", "config", "attention")}
-            known["arm"] = settings | ({"by": kind} if kind in (BUILT_IN, LIMIT) else {})
-        return cls(**{**known, "arm": Arm.from_json(known["arm"])})
+        """The measurement of `to_json`."""
+        return cls(**{**given, "arm": Arm.from_json(given["arm"])})
 
 
 @dataclass
@@ -93,9 +84,8 @@ class Case:
 
     @classmethod
     def from_json(cls, given: dict[str, Any]) -> "Case":
-        """The case of `to_json`, or of a result in FORMAT_BEFORE."""
-        arms = [Measurement.from_json(measured) for measured in given["arms"]]
-        return cls(**{**{name: value for name, value in given.items() if name not in BEFORE_3}, "arms": arms})
+        """The case of `to_json`."""
+        return cls(**{**given, "arms": [Measurement.from_json(measured) for measured in given["arms"]]})
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -110,26 +100,6 @@ class Case:
     def with_status(self, *statuses: str) -> list[Measurement]:
         """The arms that have one of these statuses."""
         return [arm for arm in self.arms if arm.status in statuses]
-
-    def count_kept(self, config: ToMeConfig | None) -> int:
-        """Tokens after merging, at the shallowest level with attention.
-
-        Raises:
-            ToMeConfigError: the config merges nothing, or has a level that the model lacks.
-        """
-        if config is None:
-            return self.tokens
-        first, level = self.architecture.first_level, config.max_downsample
-        if level is not None and level < first:
-            raise ToMeConfigError(
-                f"max_downsample={level} is not allowed: {self.model} has attention from level {first} on."
-            )
-        kept = tokens_kept(config, self.architecture.first_grid(self.size))
-        if kept.keys == self.tokens:
-            raise ToMeConfigError(
-                f"--ratio {config.ratio:g} merges no token at {self.size} px: raise the ratio or the size."
-            )
-        return kept.queries if METHODS[config.method].merges_queries else kept.keys
 
 
 @dataclass(frozen=True)
@@ -150,19 +120,15 @@ class Timing:
 def make_configs(ratios: Sequence[float], mergings: Sequence[Mapping[str, Any]] = ()) -> list[ToMeConfig]:
     """All combinations of ratios and other settings; settings that have a ratio keep it.
 
-    dst is the first token of every cell, so that results do not depend on a seed. It takes the same time.
-
     Args:
         ratios: values of `ratio`.
-        mergings: settings as `merge_options.read_methods` returns them; none: the method "default".
+        mergings: settings as `merge_options.read_methods` returns them; none: the default method.
 
     Raises:
         ToMeConfigError: a value is not allowed.
     """
-    if any(settings.get("use_rand") for settings in mergings):
-        raise ToMeConfigError("--merging use_rand is not allowed: every arm has fixed dst, as fast as random ones.")
-    bases = ({"ratio": ratio, **settings} for ratio, settings in product(ratios, mergings or [{"method": "default"}]))
-    return list(dict.fromkeys(ToMeConfig(**{**base, "use_rand": False}) for base in bases))  # a value may be repeated
+    settings = ({"ratio": ratio, **settings} for ratio, settings in product(ratios, mergings or [{}]))
+    return list(dict.fromkeys(ToMeConfig(**one) for one in settings))  # a value may be repeated
 
 
 def make_case(model: str, **fields: Any) -> Case:
@@ -188,7 +154,7 @@ def read_cases(result: dict[str, Any], source: Path | str) -> list[Case]:
     Raises:
         ToMeConfigError: it is of another kind or format, a field is missing, or an arm missed a round.
     """
-    check_result(result, "speed", source, earlier=[FORMAT_BEFORE])
+    check_result(result, "speed", source)
     try:
         cases = [Case.from_json(fields) for fields in result["cases"]]
         _ = [result[name] for name in ("command", "commit", "environment", "rounds", "threads")]

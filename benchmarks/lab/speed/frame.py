@@ -23,7 +23,7 @@ def read_frame(files: Sequence[Path]) -> pd.DataFrame:
 
     The columns are the fields of the measurement, its case and its file; missing numbers are NaN. In addition:
 
-    - `name`, `backend`: of the arm, without and with which "default 0.5, eager" is one.
+    - `name`, `backend`: of the arm, without and with which "interlace 0.75, eager" is one.
     - `case`: its number. `case_name`: in words, such as "sd15, one UNet pass, 512 px, batch 2".
     - `machine`: what seconds depend on.
     - `merges`: whether tokens merge by this package.

@@ -17,10 +17,9 @@ from paddle.base import core
 from ppdiffusers_tome.comparison.clock import order_of_round
 from ppdiffusers_tome.run.runtime import error_summary
 
-from ..arm import EAGER, Arm
+from ..arm import EAGER, OURS, Arm
 from .backends import Backend, EagerBackend, ProgramBackend
 from .cases import ERROR, MEASURED, PLANNED, Case, Measurement, Timing
-from .others import ATTACHERS
 from .parity import check_parity
 from .workloads import Workload
 
@@ -75,7 +74,7 @@ def measure_case(
 
     worker = _Worker(send, case, skip, make_backend)
     for measured in worker.planned:
-        measured.macs = workload.macs(measured.arm.config) if measured.arm.by not in ATTACHERS else None
+        measured.macs = workload.macs(measured.arm.config) if measured.arm.by == OURS else None
     unchecked = [measured for measured in worker.planned if measured.parity is None and not measured.seconds]
     check_parity(unchecked, workload.set_inputs, partial(worker.output, "check"))
     send(case)
