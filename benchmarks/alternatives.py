@@ -313,7 +313,7 @@ def jobs_of(evaluation: Evaluation, arm: Arm) -> list[Any]:
 def generate(engine: tuple[Engine, Passes], job: Any) -> np.ndarray:
     """uint8 [H, W, 3]."""
     engine[1].number = 0
-    return np.asarray(engine[0].generate([job])[0].image)
+    return np.asarray(engine[0].generate([job])[0])
 
 
 def generate_all(evaluation: Evaluation, saved: Programs, arm: Arm, folder: Path) -> np.ndarray:

@@ -125,7 +125,7 @@ def _config_of(config: Any) -> ToMeConfig:
 def remove_tome(target: PipelineOrModel) -> PipelineOrModel:
     """Turn merging off: outputs are bit-identical to those of the plain pipeline or model again. No-op if it is off.
 
-    No other thread may use the model meanwhile. Gradients that are computed afterwards, with gradient checkpointing, are
+    No other thread may use the model meanwhile. With gradient checkpointing, gradients that are computed afterwards are
     those of the settings of their pass.
 
     Returns:

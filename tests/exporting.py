@@ -20,7 +20,7 @@ from ppdiffusers_tome.inference import export_pipeline, read_manifest
 # as users have.
 MIN_THREADS, tracing.MIN_THREADS = tracing.MIN_THREADS, 1
 
-ONNX_SETTINGS = {"method": "tomesd", "use_rand": False}  # of the fixture `onnx_folder`
+ONNX_SETTINGS = {"method": "tomesd"}  # of the fixture `onnx_folder`
 
 
 def export_once(tmp_path_factory, name, sizes, **settings):

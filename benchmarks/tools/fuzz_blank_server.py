@@ -7,7 +7,7 @@ from PIL import Image
 from ppdiffusers_tome.run.manifest import Size
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig
-from ppdiffusers_tome.serving.jobs import GeneratedImage, Limits
+from ppdiffusers_tome.serving.jobs import Limits
 from ppdiffusers_tome.serving.queue import ImageQueue
 from ppdiffusers_tome.serving.server import serve
 
@@ -22,7 +22,7 @@ class BlankEngine:
         return False
 
     def generate(self, jobs, should_stop=None):
-        return [GeneratedImage(Image.new("RGB", (job.width, job.height))) for job in jobs]
+        return [Image.new("RGB", (job.width, job.height)) for job in jobs]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from paddle import nn
 from ppdiffusers import ControlNetModel, DiffusionPipeline
 
 from ..attach.attach import config_of
-from ..config import ToMeConfig, controlnet_config
+from ..config import ToMeConfig, check_names, controlnet_config
 from ..errors import ParameterError, ToMeConfigError, ToMeExportError
 from ..families.grids import latent_grid
 from ..families.models import vae_factor
@@ -39,8 +39,10 @@ def make_configs(ratios: Iterable[float] | float | None, settings: Mapping[str, 
     """A config for each ratio, with these settings. Without ratios that of a method that is named, or None.
 
     Raises:
-        ToMeConfigError: a value is not allowed, or there are settings but neither ratios nor a method.
+        ToMeConfigError: a name is not a setting, a value is not allowed, or there are settings but neither ratios nor
+            a method.
     """
+    check_names(settings)
     if ratios is None:
         if "method" in settings:
             return [ToMeConfig(**settings)]

@@ -297,7 +297,7 @@ def test_plain_text_to_image(onnx_folder, tmp_path, tiny, size, sample_size):
 @pytest.mark.parametrize("form", ["plain_form", "fused_form"])
 def test_the_readme_says_what_it_is_and_how_to_load_it(form, request):
     readme = (request.getfixturevalue(form) / "README.md").read_text()
-    assert "ratio 0.5, default, windows of 4" in readme and "40×32 px" in readme and "height=32, width=40" in readme
+    assert "ratio 0.5, tomesd" in readme and "40×32 px" in readme and "height=32, width=40" in readme
     assert 'ORTStableDiffusionPipeline.from_pretrained("FOLDER")' in readme
     assert 'OVStableDiffusionPipeline.from_pretrained("FOLDER", from_onnx=True, dynamic_shapes=False)' in readme
     assert ("exported with `--for onnxruntime`" in readme) == (form == "fused_form")
@@ -323,7 +323,7 @@ def test_the_readme_passes_what_the_class_takes(onnx_folder, tmp_path):
 @pytest.mark.parametrize("format", diffusers_layout.FORMATS)
 def test_the_readme_has_the_models_own_prompt_steps_and_guidance(format):
     """Those of the library would give broken images of a model that knows few words."""
-    pipe, about = tiny_pipeline(), {"size": "256x256", "ratio": 0.5, "method": "default", "version": "3"}
+    pipe, about = tiny_pipeline(), {"size": "256x256", "ratio": 0.5, "method": "tomesd", "version": "3"}
     pipe.config["_name_or_path"] = str(Path(__file__).parents[2] / "examples" / "scenes_sd")
     readme = diffusers_layout._readme(DiffusersLayout(format), pipe, about)
     settings = "num_inference_steps=20, guidance_scale=3.0)"
@@ -358,7 +358,6 @@ def test_the_readme_has_the_models_own_prompt_steps_and_guidance(format):
             {"layout": "ppdiffusers", "format": "openvino"},
             "format='openvino' is not allowed: it is for the layout 'diffusers'",
         ),
-        ({"merge_map": True}, "merge_map=True is not allowed: no loader of the layout 'diffusers' reads it"),
     ],
 )
 def test_wrong_requests_are_errors(tiny, tmp_path, arguments, words):

@@ -7,6 +7,7 @@ import json
 import shutil
 import traceback
 import weakref
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +63,7 @@ def test_manifest_describes_the_folder(exported_folder):
     assert manifest.pipeline == "StableDiffusionPipeline"
     assert manifest.image_to_image and not manifest.controlnet
     assert manifest.merging["0"] == (None, None)
-    assert manifest.merging["0.5"][0] == ToMeConfig(0.5, "interlace")
+    assert manifest.merging["0.5"][0] == ToMeConfig(0.5).settings()
     assert manifest.versions["paddle"] == paddle.__version__
     assert [file.program.split("/")[0] for file in manifest.programs_of("unet")] == [
         "unet",
@@ -86,11 +87,10 @@ def test_half_precision_weights_are_exported_in_float32(exported_folder, tmp_pat
 @pytest.mark.parametrize(
     ("ratio", "settings"),
     [
-        (0.5, {"method": "default"}),
-        (0.5, {"method": "kv", "window": 4}),
         (0.5, {"method": "todo"}),
-        (0.75, {"method": "todo", "use_rand": True}),
+        (0.75, {"method": "todo"}),
         (0.5, {"method": "tomesd"}),
+        (0.7, {"method": "tomesd", "use_rand": False, "merge_crossattn": True}),
     ],
 )
 def test_other_methods_are_exported_and_described(tiny, exported_folder, tmp_path, ratio, settings):
@@ -99,7 +99,7 @@ def test_other_methods_are_exported_and_described(tiny, exported_folder, tmp_pat
     manifest = export(tiny, tmp_path / "out", (ratio, 0), [(32, 40)], linked=linked, **settings)
     read = read_manifest(tmp_path / "out", verify=True)
     config = ToMeConfig(ratio=ratio, **settings)
-    assert read == manifest and read.merging == {f"{ratio:g}": (config, config), "0": (None, None)}
+    assert read == manifest and read.merging == {f"{ratio:g}": 2 * (config.settings(),), "0": (None, None)}
     assert read.methods == {ratio: method_in_words(config), 0.0: ""}
     assert all(value < TOLERANCE for value in manifest.programs[0].parity.values())
 
@@ -115,66 +115,59 @@ def test_exports_before_release_1_are_refused(exported_folder, tmp_path):
         load_pipeline(tmp_path / "old")
 
 
+OF_2 = {"max_downsample": None, "sx": 2, "sy": 2, "use_rand": True, "seed": 0, "merge_mlp": False, "min_tokens": 0}
+OF_2 |= {"merge_crossattn": False, "window": 16, "proportional": True, "merge_attn": "asymmetric"}
+OF_3 = OF_2 | {"method": "default", "merge_attn": True}
+
+
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("settings", "words"),
     [
-        ({"match": "similarity", "merge_attn": "asymmetric"}, {"method": "default"}),
+        (OF_3, "default, window=16, proportional=True"),
+        (OF_3 | {"window": None, "proportional": False, "use_rand": False}, "default, use_rand=False"),
+        (OF_3 | {"method": "kv", "window": 4, "sx": 4, "proportional": False}, "kv, sx=4, window=4"),
         (
-            {"match": "similarity", "merge_attn": "asymmetric", "window": None, "proportional": False},
-            {"method": "default", "window": None, "proportional": False},
+            OF_2 | {"match": "similarity", "blend": 1.0, "proportional": False, "window": None},
+            "merging of 2.x, merge_attn='asymmetric', match='similarity', blend=1.0",
         ),
-        (
-            {"match": "similarity", "merge_attn": "asymmetric", "use_rand": False, "seed": None},
-            {"method": "default", "use_rand": False},
-        ),
-        ({"match": "similarity", "merge_attn": True, "blend": 1.0}, {"method": "symmetric"}),
-        ({"match": "similarity", "merge_attn": "kv"}, {"method": "kv"}),
     ],
 )
-def test_exports_of_2x_are_read(exported_folder, tmp_path, settings, expected):
-    folder = tmp_path / "old"
+def test_an_export_of_a_method_that_is_no_more_runs(exported_folder, tmp_path, settings, words):
+    """Its programs are complete. The manifest has its settings as they are, and fields of the time."""
+    folder, settings = tmp_path / "old", {"ratio": 0.5, **settings}
     shutil.copytree(exported_folder, folder)
-    write_configs_of_2x(folder, settings)
-    manifest = read_manifest(folder)
-    assert manifest.merging["0.5"][0] == ToMeConfig(0.5, **expected) and manifest.merging["0"] == (None, None)
-    assert manifest.methods[0.5] == method_in_words(ToMeConfig(0.5, **expected))
-    assert load_pipeline(folder).unet.ratio == 0.5
-
-
-def test_exports_whose_method_was_the_default_are_read(exported_folder, tmp_path):
-    """Those of 3.0 name it, and all settings."""
-    folder, config = tmp_path / "old", ToMeConfig(0.5, "default")
-    shutil.copytree(exported_folder, folder)
-    write_configs(folder, lambda _: dataclasses.asdict(config))
-    manifest = read_manifest(folder)
-    assert manifest.merging == {"0.5": (config, config), "0": (None, None)}
-    assert manifest.methods[0.5] == "default" and not manifest.suits_gpu
-    assert read_manifest(exported_folder).methods[0.5] == "interlace" and read_manifest(exported_folder).suits_gpu
-
-
-@pytest.mark.parametrize("merge_attn", [True, "asymmetric"])
-def test_exports_of_2x_whose_cells_merged_queries_are_refused(exported_folder, tmp_path, merge_attn):
-    folder = tmp_path / "old"
-    shutil.copytree(exported_folder, folder)
-    write_configs_of_2x(folder, {"match": "grid", "merge_attn": merge_attn})
-    with pytest.raises(ToMeExportError, match=f'merge_attn={merge_attn!r} cannot be read: .*method="todo"'):
-        read_manifest(folder)
-
-
-def write_configs_of_2x(folder, settings):
-    """Write settings as release 2.x did into an export's manifest."""
-    usual = dataclasses.asdict(ToMeConfig(0.5, "default"))
-    del usual["method"]
-    write_configs(folder, lambda _: usual | settings)
-
-
-def write_configs(folder, change):
-    """Write other configs into an export's manifest."""
     data = json.loads((folder / "tome.json").read_text())
-    data["merging"] = {
-        ratio: [config and change(config) for config in both] for ratio, both in data["merging"].items()
-    }
+    data["merging"]["0.5"] = [settings, None]
+    data |= {"for_gpu": True, "merge_map": True, "schedule": None}
+    data["programs"].append({"model": "merge_map", "size": [32, 32], "ratio": 0.5, "program": "a.json", "params": "b"})
+    data["files"] |= {"a.json": {"bytes": 0, "sha256": sha256(b"").hexdigest()}}
+    data["files"] |= {"b": {"bytes": 0, "sha256": sha256(b"").hexdigest()}}
+    for name in ("a.json", "b"):
+        (folder / name).touch()
     (folder / "tome.json").write_text(json.dumps(data))
+    manifest = read_manifest(folder, verify=True)
+    assert manifest.merging == {"0.5": (settings, None), "0": (None, None)}
+    assert manifest.methods == {0.5: words, 0.0: ""}
+    assert manifest.programs == read_manifest(exported_folder).programs
+    pipe = load_pipeline(folder, threads=1)
+    assert pipe.unet.ratio == 0.5 and f"ratio 0.5: {words}" in str(pipe.tome_summary())
+    paddle.seed(0)
+    image = pipe("a fox", height=32, width=32, num_inference_steps=1, output_type="np").images
+    paddle.seed(0)
+    own = load_pipeline(exported_folder, threads=1)
+    expected = own("a fox", height=32, width=32, num_inference_steps=1, output_type="np").images
+    np.testing.assert_array_equal(image, expected)
+    load_engine(folder, threads=1)
+
+
+@pytest.mark.parametrize("settings", ["default", {}, {"ratio": None}, {"ratio": True}])
+def test_merging_without_a_ratio_is_damaged(exported_folder, tmp_path, settings):
+    shutil.copytree(exported_folder, tmp_path / "damaged")
+    data = json.loads((tmp_path / "damaged" / "tome.json").read_text())
+    data["merging"]["0.5"][0] = settings
+    (tmp_path / "damaged" / "tome.json").write_text(json.dumps(data))
+    with pytest.raises(ToMeExportError, match="merging"):
+        read_manifest(tmp_path / "damaged")
 
 
 def test_every_program_was_compared_with_eager(exported_folder):
@@ -245,7 +238,7 @@ def test_pipeline_is_unchanged_and_its_own_merging_is_exported(tiny, exported_fo
         assert before == (traces(tiny.unet), traces(tiny.vae), traces(tiny.text_encoder), str(tiny.tome_summary()))
         np.testing.assert_array_equal(before_export, after_export)
         assert manifest.ratios == (0.25,)
-        assert manifest.merging["0.25"][0] == ToMeConfig(0.25, "interlace", min_tokens=64)
+        assert manifest.merging["0.25"][0] == ToMeConfig(0.25, min_tokens=64).settings()
     finally:
         tiny.remove_tome()
 
@@ -254,24 +247,10 @@ def test_a_grid_of_one_row_is_known(tmp_path):
     """Paddle loses a side of 1 behind the first transformer: the next one seemed to have a grid of no fixed size."""
     dims = {"latent_height": 1, "latent_width": 8}
     traceable = programs.denoiser(unet(**ONE_LEVEL), None)
-    attach(traceable.layer.unet, ToMeConfig(0.5, "default", sy=1), None)
+    attach(traceable.layer.unet, ToMeConfig(0.5, "tomesd", sy=1), None)
     planned = ProgramFile("unet", size=Size(1, 8))
     saved = tracing.save(traceable, planned, tmp_path, "program", {**dims, "tokens": 7}, 1)
     assert max(saved.parity.values()) <= TOLERANCE
-
-
-@pytest.mark.parametrize(("ratio", "groups"), [(0.01, 256), (0.5, 204)])
-def test_a_merge_map_where_only_keys_merge_has_every_token_alone(ratio, groups, tmp_path):
-    model = unet(**ONE_LEVEL)
-    attach(model, ToMeConfig(ratio, "default"), None)
-    traceable = programs.merge_map(model)
-    dims = {"latent_height": 16, "latent_width": 16}
-    planned = ProgramFile("merge_map", size=Size(16, 16), ratio=ratio)
-    saved = tracing.save(traceable, planned, tmp_path, "program", {**dims, "tokens": 7}, 1)
-    assert max(saved.parity.values()) == 0
-    sample = paddle.randn([2, model.config.in_channels, 16, 16])
-    groups_of = traceable.layer(sample, paddle.to_tensor([10.0])).numpy().reshape(2, -1)
-    assert [len(np.unique(image)) for image in groups_of] == [groups] * 2
 
 
 def test_ratios_that_are_equal_to_six_digits_are_one(exported_folder, tiny):
@@ -498,10 +477,11 @@ def test_an_export_after_one_that_failed(tmp_path):
     ("settings", "message"),
     [
         ({"ratios": 0.95}, "ratio=0.95"),
-        ({"ratios": 0.8, "method": "default"}, "ratio=0.8"),
+        ({"ratios": 0.8, "method": "tomesd"}, "ratio=0.8"),
+        ({"ratios": 0.5, "method": "default"}, "method='default' is not allowed"),
         ({"ratios": 0.6, "method": "todo"}, r"ratio=0.6 .* 0\.5, 0\.75 or 0"),
         ({"ratios": 0.75, "match": "grid"}, 'match is not a setting since release 3.0: .* method="todo"'),
-        ({"ratios": 0.5, "merge_attn": "kv"}, "Pass method='kv'"),
+        ({"ratios": 0.5, "merge_attn": "kv"}, "merge_attn='kv'"),
         ({"ratios": []}, "ratios is empty"),
         ({"ratios": 0.5, "seed": None}, "seed=None"),
         ({"ratios": (0.5, 0.5000001)}, r"ratios 0\.5 and 0\.5000001 are the same"),
@@ -516,11 +496,10 @@ def test_an_export_after_one_that_failed(tmp_path):
         ({"sizes": [(32, 32, 32)]}, "must be a list"),
         ({"sizes": 32.0}, r"sizes=32\.0 is not allowed"),
         ({"ratios": "0.5"}, "ratio='0.5' .* must be a number"),
-        ({"ratios": np.float32(0.95)}, r"ratio=0\.9499.* is not allowed: it must be"),
+        ({"ratios": np.float32(0.95)}, r"ratio=.*0\.9[45].* is not allowed: it must be"),
         ({"format": "tflite"}, "format='tflite'.*'both'"),
-        ({"ratios": 0, "merge_map": True}, "merge_map=True is not allowed: without a ratio above 0"),
         ({"ratios": None, "min_tokens": 9}, "min_tokens cannot be set without ratios"),
-        ({"ratios": None, "method": "todo", "window": 8}, "window=8 is not allowed with method='todo'"),
+        ({"ratios": None, "method": "todo", "seed": 8}, "seed=8 is not allowed with method='todo'"),
     ],
 )
 def test_invalid_arguments_are_rejected(tiny, tmp_path, settings, message):
@@ -560,11 +539,6 @@ def test_pipelines_that_cannot_be_exported(exported_folder, tmp_path):
     ):
         with pytest.raises(ToMeExportError, match=message):
             export(pipe, tmp_path / "out", 0.5)
-    controlled = StableDiffusionControlNetPipeline(**stable_diffusion(controlnet=controlnet()))
-    with pytest.raises(
-        ToMeConfigError, match="merge_map=True is not allowed: StableDiffusionControlNetPipeline has no"
-    ):
-        export(controlled, tmp_path / "out", 0.5, merge_map=True)
 
 
 def test_folders_with_other_content_are_rejected(tiny, tmp_path):

@@ -10,7 +10,6 @@ from program_reader import read_program
 from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.attach import passes
 from ppdiffusers_tome.attach.attach import attach
-from ppdiffusers_tome.attach.passes import gpu_form
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.export import programs, tracing
 from ppdiffusers_tome.export.conversion import Converter
@@ -28,7 +27,7 @@ RUNTIMES = {
 TIMESTEPS = (999, 501, 481, 1)
 SIDE = 16  # of the latents, which are the tokens
 CHANNELS = 32  # of tiny_pipeline's one level
-CONFIG = ToMeConfig(0.75, "interlace")
+CONFIG = ToMeConfig(0.75)
 
 
 def merged_unet(config=CONFIG):
@@ -40,13 +39,12 @@ def merged_unet(config=CONFIG):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the programs of a UNet and of its merge map, in all formats."""
+    """A folder with the program of a UNet, in all formats."""
     folder = tmp_path_factory.mktemp("interlace")
     dims = {"latent_height": SIDE, "latent_width": SIDE, "tokens": 7}
     with Converter() as converter:
-        for name, make in (("unet", lambda unet: programs.denoiser(unet, None)), ("merge_map", programs.merge_map)):
-            planned = ProgramFile(name, size=Size(SIDE, SIDE), ratio=CONFIG.ratio)
-            tracing.save(make(merged_unet()), planned, folder, name, dims, 1, converter)
+        planned = ProgramFile("unet", size=Size(SIDE, SIDE), ratio=CONFIG.effective_ratio)
+        tracing.save(programs.denoiser(merged_unet(), None), planned, folder, "unet", dims, 1, converter)
     return folder
 
 
@@ -84,31 +82,10 @@ def test_a_program_equals_eager_in_every_turn(runtime, folder, monkeypatch):
     assert np.abs(in_another_turn - expected).max() > 1e-4 * np.abs(expected).max(), "far more than the tolerance"
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-def test_the_merge_map_is_that_of_the_turn(runtime, folder):
-    """It is equal within a turn, whatever the sample is, and another one in each other turn."""
-    program, turns, maps = load(folder, "merge_map", runtime), turn_table().numpy(), {}
-    for timestep in range(0, 1001, 50):
-        inputs = inputs_at(timestep)
-        (groups,) = program(sample=inputs["sample"], timestep=inputs["timestep"])
-        groups = groups.numpy()
-        assert groups.shape == (2, SIDE * SIDE)
-        assert [len(np.unique(image)) for image in groups] == [groups_of_first_block()] * 2
-        maps.setdefault(int(turns[timestep]), []).append(groups[0])
-    assert len(maps) > 8
-    for of_turn in maps.values():
-        assert all(np.array_equal(groups, of_turn[0]) for groups in of_turn)
-    assert len({of_turn[0].tobytes() for of_turn in maps.values()}) == len(maps)
-
-
-def groups_of_first_block():
-    return tome_summary(merged_unet(), SIDE, SIDE).blocks[0].kept_keys
-
-
 def test_a_block_moves_its_tokens_by_one_gather(exported_folder):
     """The keys and values of each block that merges, which at 0.5 is not the last one; the plain program has none."""
     manifest = read_manifest(exported_folder)
-    summary = tome_summary(merged_unet(ToMeConfig(0.5, "interlace")), SIDE, SIDE)
+    summary = tome_summary(merged_unet(ToMeConfig(0.5)), SIDE, SIDE)
     merging = {block.path: block.kept_keys < block.grid.tokens for block in summary.blocks}
     (last,) = (path for path, merges in merging.items() if not merges)
     assert len(merging) > 2 and last == max(path for path in merging if path.startswith("up_blocks."))
@@ -138,27 +115,15 @@ def test_an_onnx_program_has_a_gather_of_tokens_and_one_of_indices_in_each_block
     assert (len(of_turn), len(of_tables), len(moving)) == (1, 1 + blocks, blocks)
 
 
-def test_a_program_for_gpus_is_the_same(tmp_path):
-    """The method has no other form, and an export for CPUs suits GPUs too."""
-    dims, names = {"latent_height": SIDE, "latent_width": SIDE}, {}
-    for is_for_gpu in (False, True):
-        with gpu_form(is_for_gpu):
-            traceable = programs.denoiser(merged_unet(), None)
-            path, _ = tracing.write_program(traceable, tmp_path / f"{is_for_gpu}", dims, "UNet")
-        names[is_for_gpu] = sorted(op.name for op in read_program(path) if "gather" in op.name)
-    assert names[False] == names[True] != []
-
-
 def test_the_command_without_a_method_exports_interlace(tmp_path, capsys):
-    """At 0.75, or at the ratios that are named, also for GPUs."""
+    """At 0.75, or at the ratios that are named."""
     model = tmp_path / "model"
     tiny_pipeline().save_pretrained(str(model))
-    for options, ratios in (([], (0.75,)), (["--ratio", "0.5", "0", "--for-gpu"], (0.5, 0))):
+    for options, ratios in (([], (0.75,)), (["--ratio", "0.5", "0"], (0.5, 0))):
         output = tmp_path / f"out{len(options)}"
         command = ["export", "--model", str(model), "--output", str(output), "--size", "32", "--format", "paddle"]
         assert main([*command, *options]) == 0
         manifest = read_manifest(output)
-        config = ToMeConfig(ratios[0], "interlace")
-        assert manifest.ratios == ratios and manifest.merging[f"{ratios[0]:g}"] == (config, config)
-        assert manifest.for_gpu == ("--for-gpu" in options) and manifest.suits_gpu
+        settings = ToMeConfig(ratios[0]).settings()
+        assert manifest.ratios == ratios and manifest.merging[f"{ratios[0]:g}"] == (settings, settings)
         assert "merging: interlace" in capsys.readouterr().out

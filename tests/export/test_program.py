@@ -22,15 +22,15 @@ CHANNELS = 32  # of tiny_pipeline's one level
 
 @pytest.fixture(scope="module")
 def folder_of_pairs(exported_folder, tmp_path_factory):
-    """The same export by the method "default"."""
+    """The same export by the method "tomesd"."""
     folder, manifest = tmp_path_factory.mktemp("pairs") / "out", read_manifest(exported_folder)
     linked = [(exported_folder, file) for file in manifest.programs if not file.ratio]
-    options = {"linked": linked, "image_to_image": True, "method": "default"}
+    options = {"linked": linked, "image_to_image": True, "method": "tomesd"}
     export_linked(tiny_pipeline(), folder, manifest.ratios, manifest.sizes, **options)
     return folder
 
 
-@pytest.mark.parametrize("method", ["interlace", "default"])
+@pytest.mark.parametrize("method", ["interlace", "tomesd"])
 def test_merging_follows_the_rules(method, request):
     folder = request.getfixturevalue("exported_folder" if method == "interlace" else "folder_of_pairs")
     manifest, channels = read_manifest(folder), CHANNELS
@@ -41,7 +41,7 @@ def test_merging_follows_the_rules(method, request):
         assert channels not in (grid.tokens, *lengths_of_indices(method, grid))
         tokens = (-1, grid.tokens, channels)
         assert any(out.dtype == "float32" and out.shape == tokens for op in program for out in op.outputs)
-        has_pairs = bool(file.ratio) and method == "default"
+        has_pairs = bool(file.ratio) and method == "tomesd"
         assert ("scatter_nd_add" in {op.name for op in program}) == has_pairs
         assert list(map(str, broken_rules(program, channels))) == [], file.name
 

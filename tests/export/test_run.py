@@ -152,7 +152,7 @@ def test_controlnet_is_fused_with_the_unet(others, tmp_path):
         **stable_diffusion(unet=unet(**ONE_LEVEL), controlnet=controlnet(**ONE_LEVEL), **models)
     )
     manifest = export_linked(pipe, tmp_path / "out", 0.5, [(32, 32)], controlnet=0.25, linked=linked)
-    assert manifest.residuals == 3 and manifest.merging["0.5"][1].ratio == 0.25
+    assert manifest.residuals == 3 and manifest.merging["0.5"][1]["ratio"] == 0.25
     exported = load(tmp_path / "out")
     assert "ratio 0.5: interlace; ControlNet at ratio 0.25: interlace" in str(exported.tome_summary())
     for settings in (
