@@ -25,7 +25,7 @@ from zoo import ZOO
 
 import ppdiffusers_tome
 from ppdiffusers_tome import ToMeConfig, cli, config, grid, inference, wording
-from ppdiffusers_tome.methods import METHODS, cells, pairs, plan
+from ppdiffusers_tome.methods import METHODS, plan, tomesd
 
 RESULTS = ROOT / "benchmarks" / "results"
 NAMES = {"paddle": paddle, **{name: getattr(ppdiffusers_tome, name) for name in ppdiffusers_tome.__all__}}
@@ -34,7 +34,7 @@ OPTION = r"--[a-z][a-z0-9-]*"
 HISTORY = ["CHANGELOG.md"]  # it quotes commands of its time
 
 
-@pytest.mark.parametrize("module", [config, wording, grid, cells, pairs, plan], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [config, wording, grid, plan, tomesd], ids=lambda module: module.__name__)
 def test_examples_in_docstrings(module):
     tests = [test for test in doctest.DocTestFinder().find(module, extraglobs=NAMES) if test.examples]
     assert tests
@@ -51,9 +51,10 @@ def test_api_document_has_the_defaults_of_apply_tome():
         of_row = [name.strip().strip("`") for name in names.split(",")]
         documented |= {name: value.strip().strip('`"') for name, value in zip(of_row, values.split(","), strict=True)}
         marked |= {*of_row} if mark else set()
-    own = ToMeConfig()
-    assert marked == {name for name in config.SETTINGS if not METHODS[own.method].has(name)}
-    settings = own.settings() | {"config": None, "controlnet": True}
+    settings = ToMeConfig().settings()
+    method = METHODS[settings["method"]]
+    assert marked == {name for name in settings if name not in config.IN_ALL_METHODS and not method.has(name)}
+    settings |= {"config": None, "controlnet": True}
     assert documented == {name: str(value) for name, value in settings.items()}
 
 

@@ -82,7 +82,7 @@ def test_on_a_gpu_it_takes_sizes_and_a_call_that_gain_there(notebook, monkeypatc
     ((_, dtype, from_hf_hub),) = loaded
     assert dtype == (paddle.float32 if is_bundled else paddle.float16)
     assert from_hf_hub == (expected == "stable-diffusion-v1-5/stable-diffusion-v1-5")
-    assert ToMeConfig(**variables["SETTINGS"]["interlace 0.75"]) == ToMeConfig()
+    assert ToMeConfig(**variables["SETTINGS"]["interlace 0.75"]).settings() == ToMeConfig().settings()
     assert "| 1024 px, [second passes](glossary.md#second-pass) | `pipe.apply_tome()` |" in text_of("docs/usage.md")
 
 
@@ -102,7 +102,7 @@ def test_notebook_runs_whole(notebook, monkeypatch, tmp_path):
     assert len(set(shown)) == 2 * 5
     assert "hubs that answer: not asked" in text
     assert text.index("examples/emoji_sd, 64 px, 2 steps") < text.index("examples/emoji_sd, 32 px, 2 steps")
-    arms = ["plain", "interlace 0.5", "interlace 0.75", "interlace 0.875", "default 0.5", "todo 0.75"]
+    arms = ["plain", "interlace 0.5", "interlace 0.75", "interlace 0.875", "todo 0.75", "tomesd 0.5"]
     assert [title for title, _, _ in rows] == 2 * arms
     rows = rows[: len(arms)]
     memory, distances = zip(*((float(memory), float(psnr)) for _, memory, psnr in rows), strict=True)

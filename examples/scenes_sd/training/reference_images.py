@@ -1,7 +1,7 @@
-"""Write the images that the bundled model was trained on, as the real images of `benchmarks/evaluate.py --real`.
+"""Write the images that the bundled model was trained on, to compare generated ones with.
 
     python -m venv reference && reference/bin/pip install resvg-py==0.5.0 pillow==11.0.0
-    reference/bin/python benchmarks/reference_images.py --output FOLDER
+    reference/bin/python examples/scenes_sd/training/reference_images.py --output FOLDER
 
 FOLDER then has 218 PNG files of 128×128 px, two for each of 109 concepts, named by their prompts. Their sources are
 three npm packages of 20 MB, which are downloaded once into FOLDER/.packages and checked against their hashes. The
