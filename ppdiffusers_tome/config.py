@@ -21,7 +21,6 @@ FILE_FORMAT, FILE_VERSION = "ppdiffusers_tome.config", 2
 READ_VERSIONS = (1, FILE_VERSION)  # 1: of releases before 3.0
 LEVELS = (1, 2, 4, 8)
 LAYERS = ("attn", "crossattn", "mlp")  # each has a `merge_…` setting
-IN_ALL_METHODS = ("ratio", "method", "max_downsample", "min_tokens")
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class ToMeConfig:
                 raise ToMeConfigError(f"{name}={value!r:.200} is not allowed: it must be {rule.words}.")
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
-            if value != field.default and not has_setting(METHODS[self.method], name):
+            if value != field.default and not METHODS[self.method].has(name):
                 having = ", ".join(other.name for other in METHODS.values() if other.has(name))
                 raise ToMeConfigError(
                     f"{name}={value!r} is not allowed with method={self.method!r}, which has no {name}: leave it out, "
@@ -178,8 +177,7 @@ class ToMeConfig:
             >>> ToMeConfig.load("/tmp/tome_config.json").ratio
             0.6
         """
-        method = METHODS[self.method]
-        settings = {name: value for name, value in self.settings().items() if has_setting(method, name)}
+        settings = {name: value for name, value in self.settings().items() if METHODS[self.method].has(name)}
         content = {"format": FILE_FORMAT, "version": FILE_VERSION, "settings": settings, **details}
         write_file(Path(path), json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
@@ -222,11 +220,6 @@ class Rule(NamedTuple):
 
     allows: Callable[[Any], bool]
     words: str  # after "it must be"
-
-
-def has_setting(method: Method, name: str) -> bool:
-    """Whether a method has a setting: one of all methods, or of its own."""
-    return name in IN_ALL_METHODS or method.has(name)
 
 
 def _is_integer(value: Any, least: int, below: float = math.inf) -> bool:

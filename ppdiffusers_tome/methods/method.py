@@ -11,6 +11,8 @@ from ..grid import Grid
 from .plan import Choice
 from .turns import FIRST_TURN, Turn
 
+IN_ALL_METHODS = frozenset({"ratio", "method", "max_downsample", "min_tokens"})  # settings
+
 
 class Settings(Protocol):
     """The settings that a method reads; `ToMeConfig` has them."""
@@ -47,8 +49,8 @@ class Method(ABC):
     merges_queries: bool = False
 
     def has(self, setting: str) -> bool:
-        """Whether the method has a setting beside those of all methods."""
-        return setting in self.settings
+        """Whether the method has a setting: one of all methods, or of its own."""
+        return setting in IN_ALL_METHODS or setting in self.settings
 
     @abstractmethod
     def default_ratio(self, sx: int, sy: int) -> float:

@@ -13,8 +13,9 @@ from pydantic import BaseModel, ValidationError
 import ppdiffusers_tome
 from ppdiffusers_tome import Grid, ToMeConfig, ToMeConfigError, ToMeError
 from ppdiffusers_tome.attach.placement import Placement
-from ppdiffusers_tome.config import IN_ALL_METHODS, controlnet_config, has_setting
+from ppdiffusers_tome.config import controlnet_config
 from ppdiffusers_tome.methods import METHODS
+from ppdiffusers_tome.methods.method import IN_ALL_METHODS
 from ppdiffusers_tome.old_settings import MERGE_ATTN_OF_2, REPLACED
 from ppdiffusers_tome.wording import merging_in_words, method_in_words
 
@@ -44,7 +45,7 @@ OTHERS = {  # another value of each setting that some methods lack
 
 def allowed(method, /, **settings):
     """Those of these settings that a method has."""
-    return {name: value for name, value in settings.items() if has_setting(METHODS[method], name)}
+    return {name: value for name, value in settings.items() if METHODS[method].has(name)}
 
 
 def kept(config, grid):
@@ -77,7 +78,7 @@ def test_the_default_ratio_is_one_that_the_cells_allow():
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_setting_that_a_method_lacks_is_an_error_that_lists_the_methods_with_it(name):
-    having = [method for method in METHODS if has_setting(METHODS[method], name)]
+    having = [method for method in METHODS if METHODS[method].has(name)]
     for method in METHODS.keys() - having:
         message = f"{name}={OTHERS[name]!r} .* method='{method}', which has no {name}: .* {', '.join(having)}"
         with pytest.raises(ToMeConfigError, match=rf"{message}\.$"):

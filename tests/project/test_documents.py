@@ -53,7 +53,7 @@ def test_api_document_has_the_defaults_of_apply_tome():
         marked |= {*of_row} if mark else set()
     settings = ToMeConfig().settings()
     method = METHODS[settings["method"]]
-    assert marked == {name for name in settings if name not in config.IN_ALL_METHODS and not method.has(name)}
+    assert marked == {name for name in settings if not method.has(name)}
     settings |= {"config": None, "controlnet": True}
     assert documented == {name: str(value) for name, value in settings.items()}
 
