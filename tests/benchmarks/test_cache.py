@@ -65,7 +65,7 @@ def test_other_sources_versions_and_models_have_another_folder(pipeline, tmp_pat
 @pytest.mark.parametrize(
     ("module", "decides"),
     [
-        *((f"{name}.py", True) for name in ("methods/pairs", "export/export", "serving/engine", "__init__")),
+        *((f"{name}.py", True) for name in ("methods/tomesd", "export/export", "serving/engine", "__init__")),
         *((f"{name}.py", False) for name in ("commands/export", "cli", "_version")),
         *((f"{name}.py", True) for name in ("lab/quality/networks", "lab/speed/worker")),
         ("bench.py", False),
