@@ -35,9 +35,9 @@ def calls_of_attention():
     calls = []
 
     def recording(call):
-        def record(wrap, layer, hidden_states, encoder_hidden_states=None, **others):
-            output = call(wrap, layer, hidden_states, encoder_hidden_states=encoder_hidden_states, **others)
-            arguments = {"encoder_hidden_states": encoder_hidden_states, **others}
+        def record(wrap, layer, hidden_states, *args, **kwargs):
+            output = call(wrap, layer, hidden_states, *args, **kwargs)
+            arguments = {**dict(zip(("encoder_hidden_states", "attention_mask"), args, strict=False)), **kwargs}
             calls.append(Call(layer, hidden_states, arguments, output))
             return output
 
@@ -53,8 +53,8 @@ def kept_tokens(block, placement, grid, timestep, frame=0):
     """The tokens of one frame that remain in a block; of todo at 0.75, with cells of 2×2."""
     if placement.config.method == "todo":
         return dst_positions(*grid, 2, 2)
-    turn = int(turn_table()[timestep]) + offset_of(block.index) + frame
-    return interlaced(*grid, round(PARTS * placement.share), turn)
+    turn = 0 if timestep is None else int(turn_table()[timestep])
+    return interlaced(*grid, round(PARTS * placement.share), turn + offset_of(block.index) + frame)
 
 
 def check_calls(model, calls, grid, timestep=10, frames=1, keys_of=None, tolerance=5e-6):
@@ -64,7 +64,7 @@ def check_calls(model, calls, grid, timestep=10, frames=1, keys_of=None, toleran
         model: the denoiser, which merges.
         calls: of one pass.
         grid: the token grid of its blocks.
-        timestep: of the pass.
+        timestep: of the pass; None: it cannot be read.
         frames: frames of each video, whether they are one sequence or rows of the batch.
         keys_of: for each row of the batch that whose keys it attends to; None: each its own.
     """
@@ -106,7 +106,7 @@ def _split(call, layout, tokens):
         return given[:, -tokens:], given[:, :-tokens]
     if layout is Text.LAST:
         return given[:, :tokens], given[:, tokens:]
-    return given, None if layout is None else call.arguments["encoder_hidden_states"]
+    return given, None if layout is None else call.arguments.get("encoder_hidden_states")
 
 
 def _split_output(output, layout, tokens):
