@@ -8,6 +8,7 @@ import pytest
 
 import ppdiffusers_tome
 from ppdiffusers_tome.families.table import FAMILIES
+from ppdiffusers_tome.methods import METHODS
 
 PACKAGE = Path(ppdiffusers_tome.__file__).parent
 DOCUMENT = Path(__file__).parents[2] / "docs" / "development" / "architecture.md"
@@ -19,6 +20,8 @@ def documented_modules():
     for package, modules in re.findall(r"^\| (.+?) \| (`.+) \|$", DOCUMENT.read_text(encoding="utf-8"), re.M):
         prefix = package.strip("`").replace("/", ".") if package.startswith("`") else ""
         names = [f"{prefix}{module}".replace("/", ".") for module in re.findall(r"`([\w/]+)\.py`", modules)]
+        if prefix == "methods.":  # each method is a module that imports those before it
+            names += sorted({type(method).__module__.partition(".")[2] for method in METHODS.values()})
         yield from [*names, prefix.rstrip(".")] if prefix else names
 
 
