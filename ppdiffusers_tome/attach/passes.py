@@ -240,12 +240,19 @@ class GridWrap(PassWrap):
     Args:
         attachment: of the denoiser.
         block: one of the transformer.
+        transformer: the wrap of the transformer inside a UNet; None outside UNets.
     """
 
-    def __init__(self, attachment: Attachment, block: MergeableBlock) -> None:
+    def __init__(self, attachment: Attachment, block: MergeableBlock, transformer: TransformerWrap | None) -> None:
         super().__init__(attachment)
         self._family: Family = block.family
-        self.begins = not block.is_in_unet  # in a UNet its transformer does
+        self._transformer = transformer
+
+    @property
+    def begins(self) -> bool:  # type: ignore[override]
+        """Whether no wrap around the transformer has begun the pass, which a cache in its place leaves out."""
+        current = self.attachment.current
+        return current is None or self._transformer not in current.seen
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         x = _first(args, kwargs)
