@@ -280,15 +280,6 @@ def loader_gain(loader: str) -> list[str]:
     return [str(gain(row["seconds"]["plain"], row["seconds"]["merged"]))]
 
 
-def block(name: str, *of_arm: str) -> list[str]:
-    """The gain of a transformer block by an arm, and that which its MACs allow. `name` is a word of the block's."""
-    for row in arms("flux_blocks"):
-        if name in f"{row['model']} {row['scope']}".split() and row["arm"].name == " ".join(of_arm):
-            allowed = plain_of(row, "flux_blocks")["macs"] / row["macs"]
-            return [gain_of(row, "flux_blocks"), f"{allowed:.2f}×"]
-    return [NOT_MEASURED] * 2
-
-
 def arm_of(images: str, name: str) -> dict[str, Any]:
     """An arm of alternatives_IMAGES.json."""
     (row,) = [row for row in read(f"alternatives_{images}")["arms"] if row["name"] == name]
@@ -326,7 +317,6 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
     "sdxl_block": sdxl_block,
     "choice": choice,
     "by_runtime": by_runtime,
-    "block": block,
     "image_speed_up": image_speed_up,
     "arm_psnr": arm_psnr,
 }

@@ -186,7 +186,7 @@ def _remove(component: nn.Layer) -> None:
     passes = [wrap for wrap in wraps if isinstance(wrap, PassWrap)]
     for wrap in passes:
         if isinstance(wrap, BlockWrap):  # perhaps of a part of a denoiser, whose other blocks merge on
-            wrap.attachment.leave_out(wrap.index)
+            wrap.attachment.stop(wrap.index)
     if not any(len(wrap.records) for wrap in passes):
         for layer in component.sublayers(include_self=True):
             remove(layer)

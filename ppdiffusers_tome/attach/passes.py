@@ -128,8 +128,8 @@ class Attachment:
         self._thread.current = one
         return one
 
-    def leave_out(self, index: int) -> None:
-        """Let a block merge no more; without any, nothing is applied."""
+    def stop(self, index: int) -> None:
+        """Let a block merge no more. If none does, nothing is applied."""
         if self.applied is not None:
             rest = {number: one for number, one in self.applied.placements.items() if number != index}
             self.applied = Applied(self.applied.config, rest) if rest else None
@@ -177,7 +177,6 @@ class PassWrap(Wrap):
         attachment: of the denoiser.
     """
 
-    begins = False  # whether a pass begins when the layer runs a second time
     is_recomputed = False  # whether gradient checkpointing may run the layer again without what came before it
 
     def __init__(self, attachment: Attachment) -> None:
@@ -187,17 +186,21 @@ class PassWrap(Wrap):
     def is_like(self, other: "PassWrap") -> bool:
         return self.attachment is other.attachment
 
+    def begins(self, before: Pass | None) -> bool:
+        """Whether a pass begins when the layer runs first in a thread, or again after a pass in which it ran."""
+        return False
+
     def enter(self, layer: nn.Layer, x: paddle.Tensor) -> Pass | None:
         """The pass to which a call with the input x belongs; None if none has begun in this thread."""
         attachment, current = self.attachment, self.attachment.current
         keeps_records = self.is_recomputed and paddle.in_dynamic_mode()
         if current is None:
-            current = attachment.begin() if self.begins else None
+            current = attachment.begin() if self.begins(current) else None
         elif self in current.seen:
             known = self.records.find(x) if keeps_records else None
             if known is not None:
                 current = attachment.continue_with(known)
-            elif self.begins:
+            elif self.begins(current):
                 current = attachment.begin()
         if current is not None:
             current.seen.add(self)
@@ -209,11 +212,12 @@ class PassWrap(Wrap):
 class TimestepWrap(PassWrap):
     """Wrap of the layer that gets the timestep: compute whose turn it is, once in a pass."""
 
-    begins = True
-
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment)
         self._tables = Cache()
+
+    def begins(self, before: Pass | None) -> bool:
+        return True
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         timestep = _first(args, kwargs)
@@ -226,8 +230,10 @@ class TimestepWrap(PassWrap):
 class TransformerWrap(PassWrap):
     """Wrap of a transformer inside a UNet, which gradient checkpointing may run again as a whole."""
 
-    begins = True
     is_recomputed = True
+
+    def begins(self, before: Pass | None) -> bool:
+        return True
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         self.enter(layer, _first(args, kwargs))
@@ -248,11 +254,9 @@ class GridWrap(PassWrap):
         self._family: Family = block.family
         self._transformer = transformer
 
-    @property
-    def begins(self) -> bool:  # type: ignore[override]
-        """Whether no wrap around the transformer has begun the pass, which a cache in its place leaves out."""
-        current = self.attachment.current
-        return current is None or self._transformer not in current.seen
+    def begins(self, before: Pass | None) -> bool:
+        """Unless the wrap of the transformer has begun the pass, which a cache in its place leaves out."""
+        return before is None or self._transformer not in before.seen
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         x = _first(args, kwargs)

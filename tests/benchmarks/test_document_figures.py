@@ -92,7 +92,6 @@ def test_what_was_not_measured_is_a_dash(tmp_path, monkeypatch):
         ("sdxl_block", "2", "1024", "interlace", "0.75"),
         ("by_runtime", "openvino"),
         ("loader_gain", "genai"),
-        ("block", "joint", "interlace", "0.75"),
     ):
         assert {*figures.LOOKUPS[name](*arguments)} == {figures.NOT_MEASURED}
     assert figures.on_gpu("512", "2", "onnxruntime", "interlace", "0.9375") == figures.NOT_MEASURED

@@ -13,9 +13,10 @@ from program_reader import Variable, read_program
 from program_rules import EXPANDED, IN_PLACE, WAITS, ZEROS, broken_rules
 
 from ppdiffusers_tome import ToMeConfig, match_tokens, merge, unmerge
-from ppdiffusers_tome.attach.placement import placements, tokens_kept
+from ppdiffusers_tome.attach.placement import placements
 from ppdiffusers_tome.grid import Grid, count_dst
 from ppdiffusers_tome.inference import read_manifest
+from ppdiffusers_tome.methods import METHODS
 
 CHANNELS = 32  # of tiny_pipeline's one level
 
@@ -49,11 +50,11 @@ def test_merging_follows_the_rules(method, request):
 def lengths_of_indices(method, grid):
     """How many tokens the programs have indices of, at ratio 0.5."""
     n, config = grid.tokens, ToMeConfig(0.5, method)
-    if method == "interlace":
-        blocks = placements(tiny_pipeline().unet, config)
-        return [placement.kept(grid, False).keys for _, placement in blocks]
-    d, r = count_dst(grid, 2, 2), n - tokens_kept(config, grid).queries
-    return d, n - d, r, n - r, n - d - r
+    kept = {placement.count_kept(grid) for _, placement in placements(tiny_pipeline().unet, config)}
+    if not METHODS[method].merges_queries:
+        return kept
+    d = count_dst(grid, 2, 2)
+    return {d, n - d, *kept, *(n - k for k in kept), *(k - d for k in kept)}
 
 
 # Programs that break a rule: tokens [B, N, C] on a grid of 6×8, of which R merge away
@@ -117,7 +118,7 @@ def assigned_slice(x, rows):
 
 
 def merge_and_unmerge(x, rows):
-    plan = match_tokens(x, Grid(H, W), R)
+    plan = match_tokens(x, Grid(H, W), N - R)
     return unmerge(merge(x, plan), plan)
 
 
