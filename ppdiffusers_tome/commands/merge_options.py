@@ -44,11 +44,20 @@ def add_merge_options(group: argparse._ActionsContainer, about: str, is_single: 
     place = group.add_mutually_exclusive_group() if is_single else group
     number: Any = 1 if is_single else "+"
     listed = "; ".join(f"{method.name}: {method.description}" for method in METHODS.values())
-    place.add_argument("--method", nargs=number, default=[], choices=METHODS, help=f"{about}, by name. {listed}")
+    help_text = f"{about}, by name. {listed}"
+    place.add_argument("--method", nargs=number, default=[], type=_method, choices=METHODS, help=help_text)
     text = f"{about}: settings of ToMeConfig, such as {EXAMPLE}"
     place.add_argument("--merging", nargs=number, default=[], metavar="SETTINGS", help=text)
     file = "the same from a settings file, which compare --save and ToMeConfig.save write"
     place.add_argument("--config", nargs=number, default=[], type=Path, metavar="FILE", help=file)
+
+
+def _method(name: str) -> str:
+    """The name of a method, as an option takes it. For one that is gone the error says what to use."""
+    try:
+        return ToMeConfig(method=name).method
+    except ToMeConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 class _RemovedOption(argparse.Action):

@@ -202,3 +202,13 @@ def test_options_of_2_name_what_replaced_them(option, message, capsys):
     with pytest.raises(SystemExit):
         main(["export", "--help"])
     assert option.split()[0] not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["export", "compare"])
+@pytest.mark.parametrize(
+    "method, message", [("kv", 'use method="interlace"'), ("interlac", "Did you mean 'interlace'?")]
+)
+def test_a_method_that_is_gone_or_mistyped_names_what_to_use(command, method, message, capsys):
+    with pytest.raises(SystemExit) as exited:
+        main([command, "--model", "x", "--output", "y", "--method", method])
+    assert exited.value.code == 2 and message in capsys.readouterr().err
