@@ -88,10 +88,14 @@ def call(words: str) -> Any:
     return LOOKUPS[name](*arguments)
 
 
-@lru_cache
 def read(file: str) -> dict[str, Any]:
     """A result of the project, by its file name without .json."""
-    return json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))
+    return _content(RESULTS / f"{file}.json")
+
+
+@lru_cache
+def _content(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def fields(content: Any, path: str) -> list[Any]:

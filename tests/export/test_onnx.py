@@ -250,8 +250,8 @@ class Matching(nn.Layer):
 
     def forward(self, tokens):
         plan = match_tokens(tokens, self.grid, self.kept, random_key=(0, 1))
-        owners = paddle.take_along_axis(plan.choice.positions, plan.choice.merging.sources, axis=1)
-        return unmerge(merge(tokens * self.one, plan), plan), owners.cast("float32")
+        owners = unmerge(plan.choice.positions.cast("float32").unsqueeze(-1), plan).squeeze(-1)
+        return unmerge(merge(tokens * self.one, plan), plan), owners
 
 
 def save_matching(tokens, folder, converter, share=0.5):
