@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import paddle
 import paddle.nn.functional as F
+import pytest
 from paddle import nn
 
 HEADS, WIDTH = 2, 16
@@ -488,6 +489,8 @@ class HunyuanVideoPatchEmbed(nn.Layer):
 
 class HunyuanVideoTransformer3DModel(nn.Layer):
     def __init__(self):
+        if paddle.__version__.startswith("2."):
+            pytest.skip("HunyuanVideo needs Paddle 3: 2.6 has no attention with a mask on a CPU")
         super().__init__()
         self.rope, self.x_embedder = Rope(is_complex=False), HunyuanVideoPatchEmbed()
         processor = HunyuanVideoAttnProcessor2_0
