@@ -62,8 +62,9 @@ def test_a_method_by_name_brings_its_defaults(name):
     config = ToMeConfig(method=name)
     assert settings_of(parse("--method", name, is_single=True)) == [config.settings()]
     (settings,) = read_methods(parse("--method", name, "--ratio", "0.25", is_single=False))
-    assert settings == ({"method": "todo", "ratio": 0.75} if name == "todo" else {"method": name})
-    if name != "todo":
+    allows_few = METHODS[name].allowed_ratios(2, 2) is not None
+    assert settings == {"method": name, **({"ratio": config.effective_ratio} if allows_few else {})}
+    if not allows_few:
         assert merge_configs(parse("--method", name, "--ratio", "0.25", is_single=True))[0].ratio == 0.25
     (settings,) = read_methods(parse("--merging", f"method={name},max_downsample=2", is_single=False))
     assert ToMeConfig(**settings).settings() == ToMeConfig(method=name, max_downsample=2).settings()
