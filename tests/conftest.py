@@ -183,18 +183,24 @@ def empty_plots(monkeypatch):
     monkeypatch.setattr(FigureCanvasAgg, "draw", FigureCanvasAgg.get_renderer)
 
 
-@pytest.fixture
-def plans(monkeypatch):
-    """The plans of all passes, in the order of the blocks that run."""
-    recorded, make = [], BlockWrap._plan
+def record_plans(monkeypatch, record):
+    """Call `record` with each plan that a block makes."""
+    make = BlockWrap._plan
 
     def recording(*args):
         plan = make(*args)
         if plan is not None:
-            recorded.append(plan)
+            record(plan)
         return plan
 
     monkeypatch.setattr(BlockWrap, "_plan", recording)
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """The plans of all passes, in the order of the blocks that run."""
+    recorded = []
+    record_plans(monkeypatch, recorded.append)
     return recorded
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import paddle
 import pytest
-from conftest import THREE_LEVELS, in_threads, inputs, make_controlnet, make_unet, run, traces
+from conftest import THREE_LEVELS, in_threads, inputs, make_controlnet, make_unet, record_plans, run, traces
 from forward_cache import ForwardCache, check_with_caches
 from ppdiffusers.models import transformer_2d, unet_2d_blocks
 from ppdiffusers.models.attention_processor import AttnProcessor
@@ -28,7 +28,7 @@ from zoo.transformers import sd3, sd3_controlnet
 import ppdiffusers_tome
 from ppdiffusers_tome import Grid, NoMergeableLayerError, ToMeConfig, ToMeConfigError, ToMePassError, match_tokens
 from ppdiffusers_tome.attach import attach, forward
-from ppdiffusers_tome.attach.passes import BlockWrap, PassWrap
+from ppdiffusers_tome.attach.passes import PassWrap
 from ppdiffusers_tome.families.models import find_blocks
 from ppdiffusers_tome.methods import METHODS
 from ppdiffusers_tome.methods.turns import turn_table
@@ -40,15 +40,8 @@ EVERYWHERE = {**TOMESD, "max_downsample": 8, "merge_crossattn": True, "merge_mlp
 @pytest.fixture
 def live_plans(monkeypatch):
     """The plans that exist."""
-    alive, make = weakref.WeakSet(), BlockWrap._plan
-
-    def recording(*args):
-        plan = make(*args)
-        if plan is not None:
-            alive.add(plan)
-        return plan
-
-    monkeypatch.setattr(BlockWrap, "_plan", recording)
+    alive = weakref.WeakSet()
+    record_plans(monkeypatch, alive.add)
     return alive
 
 
