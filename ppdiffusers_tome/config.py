@@ -15,7 +15,7 @@ from .files import write_file
 from .methods import DEFAULT_METHOD, METHODS
 from .methods.method import Method
 from .old_settings import MERGE_ATTN_OF_2, REPLACED, settings_of_2, why_removed
-from .wording import nearest
+from .wording import nearest, settings_in_words
 
 FILE_FORMAT, FILE_VERSION = "ppdiffusers_tome.config", 2
 READ_VERSIONS = (1, FILE_VERSION)  # 1: of releases before 3.0
@@ -155,12 +155,11 @@ class ToMeConfig:
 
     def changed_settings(self) -> dict[str, Any]:
         """The ratio that counts, and the settings that differ from their defaults."""
-        usual = {field.name: field.default for field in fields(self)}
-        return {name: value for name, value in self.settings().items() if name == "ratio" or value != usual[name]}
+        return {name: value for name, value in self.settings().items() if name == "ratio" or value != DEFAULTS[name]}
 
     def describe(self) -> str:
         """`changed_settings` as "name=value, …"; for logs and metadata."""
-        return ", ".join(f"{name}={value!r}" for name, value in self.changed_settings().items())
+        return settings_in_words(self.changed_settings())
 
     def __repr__(self) -> str:
         return f"ToMeConfig({self.describe()})"
@@ -212,7 +211,8 @@ class ToMeConfig:
             raise ToMeConfigError(f"{path} cannot be read as a settings file: {error}") from error
 
 
-SETTINGS = tuple(field.name for field in fields(ToMeConfig))
+DEFAULTS = {field.name: field.default for field in fields(ToMeConfig)}
+SETTINGS = tuple(DEFAULTS)
 
 
 class Rule(NamedTuple):

@@ -1,7 +1,7 @@
 """Names and ways to merge in words, for messages, results and reports."""
 
 import difflib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 
@@ -48,7 +48,12 @@ def method_in_words(merging: Merging) -> str:
     return _in_words(merging.method, merging)
 
 
+def settings_in_words(settings: Mapping[str, Any]) -> str:
+    """Settings as "name=value, …"."""
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items())
+
+
 def _in_words(first: str, merging: Merging, without: Collection[str] = ()) -> str:
     ignored = {"ratio", "method", *without}
-    others = [f"{name}={value!r}" for name, value in merging.changed_settings().items() if name not in ignored]
-    return ", ".join([first, *others])
+    others = {name: value for name, value in merging.changed_settings().items() if name not in ignored}
+    return f"{first}, {settings_in_words(others)}" if others else first

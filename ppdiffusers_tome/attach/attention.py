@@ -26,12 +26,19 @@ class Keys:
         plan: of the block.
         text: where the text is in what the projections get.
         given: the tokens that the attention gets.
+        projections: of its keys and values.
     """
 
-    def __init__(self, plan: MergePlan, text: Text | None, given: paddle.Tensor) -> None:
-        self._plan, self._text, self._given = plan, text, given
+    def __init__(
+        self, plan: MergePlan, text: Text | None, given: paddle.Tensor, projections: tuple[nn.Layer, ...]
+    ) -> None:
+        self._plan, self._text, self._given, self._projections = plan, text, given, projections
         self._remaining: tuple[paddle.Tensor, paddle.Tensor] | None = None  # an input, and what remains of it
         self.calls = 0  # of the projections
+
+    def come_from(self, layer: nn.Layer) -> bool:
+        """Whether a layer is one of the projections."""
+        return any(layer is projection for projection in self._projections)
 
     def remaining(self, tokens: paddle.Tensor) -> paddle.Tensor:
         """The tokens that remain of what a projection gets, usually the same for keys and values.
@@ -55,7 +62,6 @@ class Keys:
 
 class _Attention(PerThread):
     keys: Keys | None = None  # of the attention that runs in this thread
-    projections: tuple[nn.Layer, ...] = ()  # of its keys and values
 
 
 _running = _Attention()
@@ -65,7 +71,7 @@ class ProjectionWrap(Wrap):
     """Wrap of a projection of keys or values: it gets the tokens that remain."""
 
     def __call__(self, layer: nn.Layer, tokens: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _running.keys is not None and any(layer is projection for projection in _running.projections):
+        if _running.keys is not None and _running.keys.come_from(layer):
             tokens = _running.keys.remaining(tokens)
         return self.forward(layer, tokens, *args, **kwargs)
 
@@ -88,19 +94,17 @@ class AttentionWrap(MergeWrap):
         if plan is None or plan.merges:
             return super().__call__(layer, hidden_states, *args, **kwargs)
         check_mask(True, *args, **kwargs)
-        names, before = self._family.attention, (_running.keys, _running.projections)
-        keys = Keys(plan, self._text, hidden_states)
-        _running.keys = keys
-        _running.projections = getattr(layer, names.image.k), getattr(layer, names.image.v)
+        names, before = self._family.attention, _running.keys
+        projections = getattr(layer, names.image.k), getattr(layer, names.image.v)
+        keys = _running.keys = Keys(plan, self._text, hidden_states, projections)
         try:
             output = self.forward(layer, hidden_states, *args, **kwargs)
         finally:
-            _running.keys, _running.projections = before
+            _running.keys = before
         if keys.calls != 2:
-            processor = layer if names.processor is None else getattr(layer, names.processor)
             raise ToMePassError(
-                f"{type(processor).__name__} has not called {names.image.k} and {names.image.v} of its layer as they "
-                "were when merging was applied: set another attention processor, do not fuse projections, and call "
-                "apply_tome() again after changing them."
+                f"{type(names.computed_by(layer)).__name__} has not called {names.image.k} and {names.image.v} of its "
+                "layer as they were when merging was applied: set another attention processor, do not fuse "
+                "projections, and call apply_tome() again after changing them."
             )
         return output

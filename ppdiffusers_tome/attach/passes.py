@@ -368,9 +368,7 @@ class BlockWrap(PassWrap):
             raise ToMePassError(
                 f"a block got {tokens.shape[1]} tokens but no feature map was seen: {_THROUGH_ITS_MODEL}."
             )
-        metric = tokens
-        if self._facts.gets_text is not None and tokens.shape[1] > grid.tokens:
-            metric = split(self._facts.gets_text, tokens, grid.tokens).image
+        metric = split(self._facts.gets_text, tokens, grid.tokens).image
         self._grid.check(grid, metric.shape[1])
         kept = placement.count_kept(grid)
         if kept == grid.tokens:

@@ -88,7 +88,7 @@ class RotaryAttentionWrap(InnerWrap):
         if mask is not None:
             is_of_text = mask.dtype == paddle.bool and mask.ndim == 4 and mask.shape[1:3] == [1, 1]
             unknown += [] if family.has_mask and is_of_text else ["attention_mask"]
-        processor = type(getattr(layer, family.attention.processor or "", layer)).__name__
+        processor = type(family.attention.computed_by(layer)).__name__
         if processor != family.only_processor or unknown:
             what = f"with the argument {unknown[0]}" if processor == family.only_processor else f"by {processor}"
             raise ToMePassError(
@@ -129,7 +129,7 @@ def _project(
         return x.reshape(heads)
     if norm.weight is not None and norm.weight.shape[0] == x.shape[-1]:  # across heads, as in Wan
         return norm(x).reshape(heads)
-    return norm(x.reshape(heads), **names.norm_arguments)
+    return norm(x.reshape(heads))
 
 
 def _run_all(layers: Any, tokens: paddle.Tensor) -> paddle.Tensor:

@@ -23,11 +23,8 @@ FUSION = {  # by the class of the processor that defines `__call__`
 
 def attention_label(layer: nn.Layer, family: Family) -> str:
     """The processor of an attention, and whether its kernel is fused, as in "AttnProcessor (not fused)"."""
-    name = family.attention.processor
-    if name is None:
-        return f"{type(layer).__name__} ({BY_PADDLE})"
-    processor = type(getattr(layer, name))
-    if processor.__name__ == family.only_processor:
+    processor = type(family.attention.computed_by(layer))
+    if family.attention.processor is None or processor.__name__ == family.only_processor:
         return f"{processor.__name__} ({BY_PADDLE})"
     # A subclass with a `__call__` of its own may compute in another way.
     computing = next((cls for cls in processor.__mro__ if "__call__" in vars(cls)), None)

@@ -39,7 +39,10 @@ class Attention:
     heads: str = "heads"  # number of heads
     scale: str = "scale"  # of the scores
     processor: str | None = "processor"  # computes the attention; None: the layer does
-    norm_arguments: Mapping[str, Any] = field(default_factory=dict)  # of norms, beside the heads [B, S, heads, d]
+
+    def computed_by(self, layer: Any) -> Any:
+        """The processor of an attention layer, or the layer itself."""
+        return layer if self.processor is None else getattr(layer, self.processor)
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,6 @@ FAMILIES: list[Family] = [
         blocks={JointTransformerBlock: _joint(attn=("attn", "attn2"))},
         grid_layers=("pos_embed",),
         timestep_inputs=("time_text_embed",),
-        attention=Attention(norm_arguments={"begin_norm_axis": 3}),
         controlnets=("SD3ControlNetModel",),
         text_tokens=77 + 256,  # of CLIP and T5
         text_layers=("context_embedder",),

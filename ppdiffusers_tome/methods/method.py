@@ -56,9 +56,9 @@ class Method(ABC):
     def default_ratio(self, sx: int, sy: int) -> float:
         """The ratio if none is passed, for cells of this size."""
 
-    @abstractmethod
     def largest_ratio(self, sx: int, sy: int) -> float:
-        """The largest ratio that is allowed with these cells."""
+        """The largest ratio that is allowed: one token of each cell remains."""
+        return 1 - 1 / (sx * sy)
 
     def allowed_ratios(self, sx: int, sy: int) -> tuple[float, ...] | None:
         """The ratios, ascending, that are allowed beside 0 with these cells; None if all up to the largest are."""

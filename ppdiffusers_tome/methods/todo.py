@@ -24,9 +24,6 @@ class Todo(Method):
     def default_ratio(self, sx: int, sy: int) -> float:
         return self.largest_ratio(sx, sy)
 
-    def largest_ratio(self, sx: int, sy: int) -> float:
-        return 1 - 1 / (sx * sy)
-
     def allowed_ratios(self, sx: int, sy: int) -> tuple[float, ...]:
         return tuple(1 - per_cell / (sx * sy) for per_cell in ((1,) if sx % 2 or sy % 2 else (2, 1)))
 

@@ -31,9 +31,6 @@ class Tomesd(Method):
     def default_ratio(self, sx: int, sy: int) -> float:
         return min(0.5, self.largest_ratio(sx, sy))
 
-    def largest_ratio(self, sx: int, sy: int) -> float:
-        return 1 - 1 / (sx * sy)
-
     def takes_turns(self, settings: Settings) -> bool:
         return settings.use_rand
 

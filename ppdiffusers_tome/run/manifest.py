@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 from pydantic import AllowInfNan, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from ..config import ToMeConfig
+from ..config import DEFAULTS
 from ..errors import ParameterError, ToMeConfigError, ToMeExportError
 from ..replacement import earlier_folder
-from ..wording import method_in_words
+from ..wording import method_in_words, settings_in_words
 from .folder import ONNX_WEIGHTS, ExportedFolder, FileFacts
 
 MANIFEST = "tome.json"
@@ -68,7 +68,6 @@ def parse_size(text: str) -> Size:
 
 
 Settings: TypeAlias = dict[str, Any]  # by name, as the file has them: an earlier release may have had others
-USUAL = {setting.name: setting.default for setting in dataclasses.fields(ToMeConfig)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,12 +100,12 @@ class ExportedMerging:
         return {
             name: value
             for name, value in self.own.items()
-            if name == "ratio" or (value != USUAL[name] if name in USUAL else value not in off)
+            if name == "ratio" or (value != DEFAULTS[name] if name in DEFAULTS else value not in off)
         }
 
     def describe(self) -> str:
         """`changed_settings` as "name=value, …"."""
-        return ", ".join(f"{name}={value!r}" for name, value in self.changed_settings().items())
+        return settings_in_words(self.changed_settings())
 
 
 @dataclass(frozen=True, config=STRICT)
