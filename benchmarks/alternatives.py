@@ -65,6 +65,7 @@ from ppdiffusers_tome.export.loading import load_for_export, model_defaults
 from ppdiffusers_tome.families.models import text_tokens, vae_factor
 from ppdiffusers_tome.inference import ProgramFile, Size, export_pipeline, load_pipeline
 from ppdiffusers_tome.run.folder import ExportedFolder
+from ppdiffusers_tome.run.manifest import PlannedProgram
 from ppdiffusers_tome.run.pipeline import RUNTIMES
 from ppdiffusers_tome.serving.engine import Engine
 from ppdiffusers_tome.serving.prompt_file import model_prompts
@@ -300,7 +301,7 @@ class Programs:
             layer.eval()
             if reuses:  # a program has no inputs that it does not read
                 inputs = (*inputs, *layer.features)
-            planned = ProgramFile("unet", size=Size(side, side), ratio=key.ratio)
+            planned = PlannedProgram("unet", Size(side, side), key.ratio)
             traceable = programs.Traceable(layer, inputs)
             return tracing.save(traceable, planned, folder, "unet", self._dims(), self._evaluation.threads, converter)
 

@@ -1,6 +1,5 @@
 """Exports of tiny pipelines, for the tests of what exports, runs and serves."""
 
-import inspect
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +11,7 @@ from filelock import FileLock
 
 from ppdiffusers_tome.export import export as export_module
 from ppdiffusers_tome.export import tracing
-from ppdiffusers_tome.export.arguments import EXPORT_FORMATS, list_sizes, make_configs
-from ppdiffusers_tome.export.export import write_export
+from ppdiffusers_tome.export.layouts import EXPORT_FORMATS
 from ppdiffusers_tome.inference import export_pipeline, read_manifest
 
 # With more threads than cores, the threads of a compared program wait for each other: only `export_once` has as many
@@ -43,9 +41,8 @@ def export_linked(pipe, folder, ratios=None, sizes=None, *, linked=(), **options
     They are (folder, program) of exports with all formats of this one, such as `unmerged_programs`.
     """
     options = {"format": "paddle", **options}
-    names = inspect.signature(write_export).parameters
-    settings = {name: options.pop(name) for name in [*options] if name not in names}
-    earlier = {file.place: (root, file) for root, file in linked if file.formats == EXPORT_FORMATS[options["format"]]}
+    formats = EXPORT_FORMATS.get(options["format"])
+    earlier = {file.place: (root, file) for root, file in linked if file.formats == formats}
 
     def save(traceable, planned, folder, target, *others):
         if planned.place not in earlier:
@@ -63,9 +60,7 @@ def export_linked(pipe, folder, ratios=None, sizes=None, *, linked=(), **options
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export_module, "save", save)
-        return write_export(
-            pipe, Path(folder), make_configs(ratios, settings), list_sizes(sizes), progress=False, **options
-        )
+        return export_pipeline(pipe, folder, ratios, sizes, progress=False, **options)
 
 
 def unmerged_programs(folder):

@@ -10,10 +10,10 @@ from paddlenlp.utils.log import logger
 
 from ..comparison.results import command_line
 from ..config import ToMeConfig
-from ..export.arguments import EXPORT_FORMATS, check_arguments, default_format
-from ..export.diffusers_layout import LAYOUTS, RUNTIMES, choose_layout
 from ..export.export import write_export
+from ..export.layouts import EXPORT_FORMATS, LAYOUTS, RUNTIMES, DiffusersLayout, choose_layout
 from ..export.loading import load_for_export
+from ..export.request import ExportRequest, list_merging, list_sizes
 from ..run.manifest import Manifest, is_refiner, parse_size, ratio_name
 from ..serving.prompt_file import PROMPTS
 from .image_options import add_command, naming_options
@@ -62,8 +62,12 @@ def add(commands: argparse._SubParsersAction) -> None:
 def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     configs = merge_configs(options)
     with naming_options(runtime="--for", controlnet="--controlnet-ratio", ratios="--ratio", sizes="--size"):
-        manifest = _write(options, configs)
-    is_layout = options.layout != LAYOUTS[0]
+        request = _request(options, configs)
+        logger.set_level("WARNING")
+        ppdiffusers.utils.logging.disable_progress_bar()
+        pipe = load_for_export(options.model, options.controlnet, safety_checker=not options.no_safety_checker)
+        manifest = write_export(pipe, request)
+    is_layout = isinstance(request.layout, DiffusersLayout)
     print(_describe(manifest, options.output, is_layout))
     print(
         f"{options.output / 'README.md'} has the lines that load it" if is_layout else _next_steps(manifest, options)
@@ -71,33 +75,15 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _write(options: argparse.Namespace, configs: Sequence[ToMeConfig]) -> Manifest:
-    sizes = [parse_size(text) for text in options.size] if options.size else None
-    layout = choose_layout(options.layout, options.format, options.runtime)
-    format = (options.format or default_format()) if layout is None else "onnx"
+def _request(options: argparse.Namespace, configs: Sequence[ToMeConfig]) -> ExportRequest:
     controlnet = True if options.controlnet_ratio is None else options.controlnet_ratio
-    check_arguments(
-        options.output,
-        configs,
-        sizes,
-        controlnet=controlnet,
-        overwrite=options.overwrite,
-        format=format,
-        layout=layout,
-    )
-    logger.set_level("WARNING")
-    ppdiffusers.utils.logging.disable_progress_bar()
-    pipe = load_for_export(options.model, options.controlnet, safety_checker=not options.no_safety_checker)
-    return write_export(
-        pipe,
-        options.output,
-        configs,
-        sizes,
+    return ExportRequest(
+        folder=options.output,
+        merging=list_merging(configs, controlnet),
+        sizes=list_sizes(map(parse_size, options.size)) if options.size else None,
+        layout=choose_layout(options.layout, options.format, options.runtime),
         image_to_image=options.img2img,
-        controlnet=controlnet,
         overwrite=options.overwrite,
-        format=format,
-        layout=layout,
     )
 
 

@@ -70,7 +70,7 @@ class OnnxRuntime(Runtime):
         return int(str(self.device).partition(":")[2] or 0)
 
     def load(self, folder: ExportedFolder, file: ProgramFile) -> "OnnxProgram":
-        return OnnxProgram(folder.path / str(file.onnx), self, folder, file.onnx_files)
+        return OnnxProgram(folder.path / file.onnx_files[0], self, folder, file.onnx_files)
 
 
 class OnnxProgram(Program):

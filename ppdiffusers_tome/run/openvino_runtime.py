@@ -61,7 +61,7 @@ class OpenVinoProgram(Program):
     """
 
     def __init__(self, folder: ExportedFolder, file: ProgramFile, runtime: OpenVinoRuntime) -> None:
-        self._path, self._device = folder.path / str(file.onnx), runtime.device.upper()
+        self._path, self._device = folder.path / file.onnx_files[0], runtime.device.upper()
         self._reading = partial(folder.reading, file.onnx_files)
         self._settings: dict[str, Any] = {
             "PERFORMANCE_HINT": "LATENCY",

@@ -10,7 +10,7 @@ from conftest import tiny_pipeline
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands.image_options import add_runtime_options, runtime_settings
-from ppdiffusers_tome.export.arguments import EXPORT_FORMATS, default_format
+from ppdiffusers_tome.export.layouts import EXPORT_FORMATS, default_format
 from ppdiffusers_tome.inference import (
     OnnxRuntime,
     PaddleRuntime,

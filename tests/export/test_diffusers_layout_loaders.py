@@ -23,7 +23,7 @@ from ppdiffusers import (
 from zoo.parts import SDXL, sdxl, unet
 
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.export.diffusers_layout import DiffusersLayout
+from ppdiffusers_tome.export.layouts import DiffusersLayout
 from ppdiffusers_tome.inference import load_pipeline, read_manifest
 
 PYTHON = os.environ.get("OPTIMUM_PYTHON")

@@ -30,19 +30,18 @@ from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import export as export_command
 from ppdiffusers_tome.export import export as export_module
 from ppdiffusers_tome.export import programs, tracing
-from ppdiffusers_tome.export.arguments import list_sizes, merging_of
 from ppdiffusers_tome.export.loading import require_model_folder
+from ppdiffusers_tome.export.request import DenoiserMerging, list_merging, list_sizes
 from ppdiffusers_tome.export.tracing import TOLERANCE, relative_difference
 from ppdiffusers_tome.inference import (
     PaddleRuntime,
-    ProgramFile,
     Size,
     export_pipeline,
     load_pipeline,
     parse_size,
     read_manifest,
 )
-from ppdiffusers_tome.run.manifest import find_ratio, ratio_name
+from ppdiffusers_tome.run.manifest import PlannedProgram, find_ratio, ratio_name
 from ppdiffusers_tome.run.runtime import Program
 from ppdiffusers_tome.serving.engine import load_engine
 from ppdiffusers_tome.wording import method_in_words
@@ -181,7 +180,7 @@ def test_a_program_holds_no_paths_of_this_machine(tmp_path, monkeypatch):
     """Paddle stores the call stack of each operator. conftest's ORIGINS empties it, and this test brings it back."""
     monkeypatch.setattr("paddle.base.framework.traceback", traceback)
     traceable = programs.Traceable(paddle.nn.Linear(4, 4), (programs.Input("input", ("batch", 4)),))
-    file = tracing.save(traceable, ProgramFile("layer"), tmp_path, "x", {}, 1)
+    file = tracing.save(traceable, PlannedProgram("layer"), tmp_path, "x", {}, 1)
     content = (tmp_path / file.program).read_bytes()
     package = Path(export_module.__file__).parents[1].name
     assert content and not any(text in content for text in (b".py", b"site-packages", package.encode()))
@@ -248,20 +247,20 @@ def test_a_grid_of_one_row_is_known(tmp_path):
     dims = {"latent_height": 1, "latent_width": 8}
     traceable = programs.denoiser(unet(**ONE_LEVEL), None)
     attach(traceable.layer.unet, ToMeConfig(0.5, "tomesd", sy=1), None)
-    planned = ProgramFile("unet", size=Size(1, 8))
+    planned = PlannedProgram("unet", size=Size(1, 8))
     saved = tracing.save(traceable, planned, tmp_path, "program", {**dims, "tokens": 7}, 1)
     assert max(saved.parity.values()) <= TOLERANCE
 
 
-def test_ratios_that_are_equal_to_six_digits_are_one(exported_folder, tiny):
+def test_ratios_that_are_equal_to_six_digits_are_one(exported_folder):
     assert load_pipeline(exported_folder, ratio=0.50000001).unet.ratio == 0.5
     assert load_pipeline(exported_folder, ratio=-0.0).unet.ratio == 0
     with pytest.raises(ToMeConfigError, match=r"ratio=0\.50001 was not exported, only 0\.5, 0\."):
         load_pipeline(exported_folder, ratio=0.50001)
     configs = [ToMeConfig(ratio, "todo", sx=3) for ratio in (0.833333, -0.0)]
-    configs = merging_of(tiny, configs, controlnet=True)
-    assert list(configs) == [1 - 1 / 6, 0.0] and find_ratio(0.833333, configs) == 1 - 1 / 6
-    assert ratio_name([*configs][1]) == "0"
+    ratios = [merging.ratio for merging in list_merging(configs, controlnet=True)]
+    assert ratios == [1 - 1 / 6, 0.0] and find_ratio(0.833333, ratios) == 1 - 1 / 6
+    assert ratio_name(ratios[1]) == "0"
 
 
 def test_a_controlnet_cannot_merge_alone(tmp_path):
@@ -275,7 +274,7 @@ def test_a_controlnet_cannot_merge_alone(tmp_path):
             export(pipe, tmp_path / "out")
     with pytest.raises(ToMeConfigError, match=r"controlnet=0\.3 is not allowed: the UNet does not merge at any"):
         export(pipe, tmp_path / "out", 0, controlnet=0.3)
-    assert merging_of(pipe, [ToMeConfig(0)], controlnet=True) == {0.0: (None, None)}
+    assert list_merging([ToMeConfig(0)], controlnet=True) == (DenoiserMerging(None, None),)
     assert not any(tmp_path.iterdir())
 
 
@@ -439,10 +438,10 @@ def test_each_image_needs_one_try_that_agrees_in_two_runs(tmp_path, monkeypatch,
     monkeypatch.setattr(tracing, "MIN_THREADS", MIN_THREADS)
     traceable = programs.Traceable(paddle.nn.Linear(4, 4), (programs.Input("input", ("batch", 4)),))
     if is_accepted:
-        assert max(tracing.save(traceable, ProgramFile("layer"), tmp_path, "x", {}, 1).parity.values()) <= TOLERANCE
+        assert max(tracing.save(traceable, PlannedProgram("layer"), tmp_path, "x", {}, 1).parity.values()) <= TOLERANCE
     else:
         with pytest.raises(ToMeExportError, match=r"layer differs from the model, or from run to run, .* batch 2"):
-            tracing.save(traceable, ProgramFile("layer"), tmp_path, "x", {}, 1)
+            tracing.save(traceable, PlannedProgram("layer"), tmp_path, "x", {}, 1)
 
 
 class Untraceable(paddle.nn.Linear):
@@ -462,12 +461,12 @@ def test_an_export_after_one_that_failed(tmp_path):
         layer = Untraceable(4, 4)
         weight = weakref.ref(layer.weight)
         with pytest.raises(ToMeExportError, match=r"cannot export the layer: .*not in a program"):
-            tracing.save(programs.Traceable(layer, inputs), ProgramFile("layer"), tmp_path, f"{number}", {}, 1)
+            tracing.save(programs.Traceable(layer, inputs), PlannedProgram("layer"), tmp_path, f"{number}", {}, 1)
         del layer
         gc.collect()
         assert weight() is None
         traceable = programs.Traceable(paddle.nn.Linear(4, 4), inputs)
-        assert tracing.save(traceable, ProgramFile("layer"), tmp_path, f"{number}", {}, 1).parity
+        assert tracing.save(traceable, PlannedProgram("layer"), tmp_path, f"{number}", {}, 1).parity
 
 
 # Errors before anything is written
@@ -514,7 +513,7 @@ def test_a_number_is_a_square_and_numbers_may_be_of_numpy(tiny, exported_folder,
     assert export(tiny, tmp_path / "a", np.float32(0.5), 32, **settings).sizes == (Size(32, 32),)
     manifest = export(tiny, tmp_path / "b", np.array([0.5, 0]), [np.array([32, 48]).tolist()], **settings)
     assert manifest.ratios == (0.5, 0) and manifest.sizes == (Size(32, 48),)
-    assert list_sizes([[np.int64(32), 48]]) == [(32, 48)] and list_sizes(np.int64(32)) == [(32, 32)]
+    assert list_sizes([[np.int64(32), 48]]) == (Size(32, 48),) and list_sizes(np.int64(32)) == (Size(32, 32),)
 
 
 def test_settings_that_merge_nothing_are_an_error(tmp_path):

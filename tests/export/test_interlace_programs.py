@@ -17,6 +17,7 @@ from ppdiffusers_tome.families.models import find_blocks
 from ppdiffusers_tome.inference import OnnxRuntime, OpenVinoRuntime, PaddleRuntime, ProgramFile, Size, read_manifest
 from ppdiffusers_tome.methods.turns import turn_table
 from ppdiffusers_tome.run.folder import ExportedFolder
+from ppdiffusers_tome.run.manifest import PlannedProgram
 from ppdiffusers_tome.summary import tome_summary
 
 RUNTIMES = {
@@ -43,7 +44,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("interlace")
     dims = {"latent_height": SIDE, "latent_width": SIDE, "tokens": 7}
     with Converter() as converter:
-        planned = ProgramFile("unet", size=Size(SIDE, SIDE), ratio=CONFIG.effective_ratio)
+        planned = PlannedProgram("unet", size=Size(SIDE, SIDE), ratio=CONFIG.effective_ratio)
         tracing.save(programs.denoiser(merged_unet(), None), planned, folder, "unet", dims, 1, converter)
     return folder
 

@@ -39,6 +39,7 @@ from ppdiffusers_tome.inference import (
 )
 from ppdiffusers_tome.run import onnx_graph
 from ppdiffusers_tome.run.folder import ExportedFolder
+from ppdiffusers_tome.run.manifest import PlannedProgram
 from ppdiffusers_tome.run.onnx_cpu import fused
 from ppdiffusers_tome.run.onnx_gpu import gpu_program, half_program, halve
 from ppdiffusers_tome.run.onnx_runtime import OnnxProgram
@@ -67,7 +68,7 @@ def load_file(runtime, path):
 
 
 def save(traceable, folder, converter, dims=None, **planned):
-    return tracing.save(traceable, ProgramFile("layer", **planned), folder, "program", dims or {}, 1, converter)
+    return tracing.save(traceable, PlannedProgram("layer", **planned), folder, "program", dims or {}, 1, converter)
 
 
 def images_of(pipe, **settings):

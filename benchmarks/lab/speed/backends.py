@@ -22,6 +22,7 @@ from ppdiffusers_tome.export.tracing import save
 from ppdiffusers_tome.files import write_file
 from ppdiffusers_tome.inference import ProgramFile, Size, choose_runtime
 from ppdiffusers_tome.run.folder import ONNX_WEIGHTS, ExportedFolder
+from ppdiffusers_tome.run.manifest import PlannedProgram
 from ppdiffusers_tome.run.onnx_weights import SharedWeights
 
 from ..arm import BUILT_IN, Arm
@@ -160,7 +161,7 @@ class ProgramBackend(Backend):
             shutil.rmtree(self.programs / key, ignore_errors=True)  # of a process that ended while it wrote
             traceable = workload.traceable()
             self.attach(getattr(traceable.layer, "unet", traceable.layer), arm)
-            planned = ProgramFile("unet", size=Size(size, size), ratio=arm.ratio)
+            planned = PlannedProgram("unet", Size(size, size), arm.ratio)
             file = save(traceable, planned, self.programs, key, workload.dims, self.threads, self._converter)
             file = self._share_weights(file, key)
             self._cache.store_program(file, key)
@@ -169,7 +170,7 @@ class ProgramBackend(Backend):
     def _share_weights(self, file: ProgramFile, key: str) -> ProgramFile:
         """The program with weights that are on the disk once for all arms."""
         if file.onnx is None:
-            own = self.programs / str(file.params)
+            own = self.programs / file.paddle_files[1]
             params = share_weights(own, [path for path in self.programs.glob("*/*.pdiparams") if path != own])
             if params != own:
                 os.link(params, own)
