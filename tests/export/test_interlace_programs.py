@@ -11,6 +11,7 @@ from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.attach import passes
 from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.commands import export as export_command
 from ppdiffusers_tome.export import programs, tracing
 from ppdiffusers_tome.export.conversion import Converter
 from ppdiffusers_tome.families.models import find_blocks
@@ -116,15 +117,13 @@ def test_an_onnx_program_has_a_gather_of_tokens_and_one_of_indices_in_each_block
     assert (len(of_turn), len(of_tables), len(moving)) == (1, 1 + blocks, blocks)
 
 
-def test_the_command_without_a_method_exports_interlace(tmp_path, capsys):
+@pytest.mark.parametrize(("options", "ratios"), [([], [0.75]), (["--ratio", "0.5", "0"], [0.5, 0])])
+def test_the_command_without_a_method_exports_interlace(options, ratios, tiny, tmp_path, monkeypatch):
     """At 0.75, or at the ratios that are named."""
-    model = tmp_path / "model"
-    tiny_pipeline().save_pretrained(str(model))
-    for options, ratios in (([], (0.75,)), (["--ratio", "0.5", "0"], (0.5, 0))):
-        output = tmp_path / f"out{len(options)}"
-        command = ["export", "--model", str(model), "--output", str(output), "--size", "32", "--format", "paddle"]
-        assert main([*command, *options]) == 0
-        manifest = read_manifest(output)
-        settings = ToMeConfig(ratios[0]).settings()
-        assert manifest.ratios == ratios and manifest.merging[f"{ratios[0]:g}"] == (settings, settings)
-        assert "merging: interlace" in capsys.readouterr().out
+    requested = []
+    monkeypatch.setattr(export_command, "write_export", lambda pipe, request: requested.append(request) or exit())
+    tiny.save_pretrained(str(tmp_path / "model"))
+    with pytest.raises(SystemExit):
+        main(["export", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "out"), *options])
+    assert [merging.ratio for merging in requested[0].merging] == ratios
+    assert requested[0].merging[0].settings() == 2 * (ToMeConfig(ratios[0], "interlace").settings(),)
