@@ -11,7 +11,7 @@ from .stream import Text
 
 
 def applications_of_layers(denoiser: nn.Layer, latent: Grid, text: int, frames: int) -> Iterator[tuple[nn.Layer, int]]:
-    """The linear layers and convolutions of a denoiser outside of layers that can merge, and how often each is applied.
+    """The linear layers and convolutions of a denoiser outside layers that can merge, and how often each is applied.
 
     Args:
         denoiser: the model; `models.is_countable` must be true for it.
