@@ -132,7 +132,8 @@ def test_editors_and_notebooks_see_the_settings():
         assert list(parameters) == ["target", *names, "config", "controlnet", "unknown"]
         assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in names[1:])
         hints = get_type_hints(apply_tome)
-        assert hints["merge_attn"] is bool and hints["method"] is str and hints["ratio"] == float | None
+        assert hints["merge_attn"] == bool | Unset and hints["method"] == str | Unset
+        assert hints["ratio"] == float | None
         help_text = inspect.getdoc(apply_tome)
         assert all(name in help_text for name in (*names, DEFAULT_METHOD))
 
