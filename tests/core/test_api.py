@@ -17,6 +17,7 @@ from skimage.metrics import peak_signal_noise_ratio
 
 import ppdiffusers_tome
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeMixin, apply_tome
+from ppdiffusers_tome.api import Unset
 from ppdiffusers_tome.attach.attach import attached_configs, config_of
 from ppdiffusers_tome.methods import DEFAULT_METHOD, METHODS
 
