@@ -1,3 +1,5 @@
+"""The command line: signals, usage, examples in the help, the commands that it suggests, missing packages."""
+
 import os
 import runpy
 import shlex
