@@ -1,4 +1,4 @@
-"""benchmarks/program_memory.py: what it measures."""
+"""benchmarks/program_memory.py measures programs in processes and in a server, and reports one that fails."""
 
 import program_memory
 

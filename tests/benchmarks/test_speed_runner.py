@@ -133,8 +133,8 @@ def test_worker_that_cannot_start_fails_all_arms(tmp_path, stub):
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (killed, "the worker ended by SIGKILL"),
-        (worker.run, "the worker ended with status 1: AttributeError: 'NoneType' object"),
+        (killed, "SIGKILL"),
+        (worker.run, "status 1: AttributeError: 'NoneType'"),
     ],
 )
 def test_processes_that_end(tmp_path, monkeypatch, entry, message):
@@ -147,7 +147,7 @@ def test_processes_that_end(tmp_path, monkeypatch, entry, message):
 def test_threads_are_those_of_the_worker_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(worker, "run", end_with_the_number_of_threads)
-    with pytest.raises(WorkerEndedError, match="AssertionError: OMP_NUM_THREADS=3, Paddle: 3"):
+    with pytest.raises(WorkerEndedError, match="OMP_NUM_THREADS=3, Paddle: 3"):
         list(worker_messages(make("plain"), Timing(threads=3), tmp_path, []))
     assert os.environ["OMP_NUM_THREADS"] == "1"
 
