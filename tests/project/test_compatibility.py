@@ -1,3 +1,5 @@
+"""Versions of Paddle and ppdiffusers are checked when the package is imported, with one sentence that helps."""
+
 import re
 import subprocess
 import sys
@@ -22,11 +24,11 @@ def test_supported_paddle_is_accepted(version):
 @pytest.mark.parametrize(
     ("version", "reason"),
     [
-        ("2.6.0", "put_along_axis returns wrong values"),
+        ("2.6.0", "put_along_axis"),
         ("2.5.2", "never tested"),
         ("2.4.0rc1", "never tested"),
         ("1.8.5", "never tested"),
-        ("unknown", "cannot read the version of PaddlePaddle: 'unknown'"),
+        ("unknown", "PaddlePaddle: 'unknown'"),
     ],
 )
 def test_unsupported_paddle_is_rejected_in_one_sentence(version, reason):
