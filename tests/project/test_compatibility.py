@@ -70,7 +70,7 @@ def test_a_library_that_paddle_lacks_is_no_missing_paddle():
 
 
 PADDLE_2_6 = paddle.__version__.startswith("2.6.") and sys.platform == "linux"
-IMPORTS = [  # and whether Pillow is safe on Paddle 2.6
+IMPORTS = [  # and whether Pillow is safe
     ("import paddle, ppdiffusers_tome", False),
     ("import paddle, zlib, ppdiffusers_tome", False),
     ("import zlib, paddle, ppdiffusers_tome", True),
@@ -88,12 +88,12 @@ assert (np.asarray(Image.open(file)) == np.asarray(image)).all()
 """
 
 
-@pytest.mark.parametrize(("imports", "is_safe"), IMPORTS if PADDLE_2_6 else IMPORTS[:1])
+@pytest.mark.skipif(not PADDLE_2_6, reason="about Paddle 2.6; with Paddle 3 a warning would end the collection")
+@pytest.mark.parametrize(("imports", "is_safe"), IMPORTS)
 def test_import_after_paddle_2_6_warns_of_its_zlib_which_breaks_pillow(imports, is_safe):
     command = [sys.executable, "-W", "ignore", "-W", "always::RuntimeWarning", "-c"]
     command.append(imports + SAVE_A_PNG if is_safe else imports)
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    warns = PADDLE_2_6 and not is_safe
-    assert done.stderr.count("<string>:1: RuntimeWarning: Paddle 2.6 was imported before ppdiffusers_tome") == warns
-    assert done.stderr.count("Import ppdiffusers_tome, or zlib, before paddle.") == warns
+    assert done.stderr.count("<string>:1: RuntimeWarning: ") == (not is_safe)
+    assert is_safe or re.search("ppdiffusers_tome, or zlib, before paddle", done.stderr)
