@@ -51,7 +51,6 @@ def _logging():
 @pytest.fixture(scope="module", autouse=True)
 def _what_is_there_stays():
     """The package's `gc.collect()` for each program looks at what this module made, not at all that is imported."""
-    gc.unfreeze()
     gc.collect()
     gc.freeze()
 
@@ -292,7 +291,7 @@ def draw(pipe, prompt="a 3d render of fox", size=64, steps=2, seed=0, **settings
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The folder of a tiny pipeline with two prompts, as `evaluate` and `tune` read it."""
+    """The folder of a tiny pipeline with two prompts, which no test changes."""
     folder = tmp_path_factory.mktemp("model")
     tiny_pipeline().save_pretrained(str(folder))
     (folder / "prompts.txt").write_text("a fox\nan owl\n")
