@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import Request
+from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
@@ -58,12 +59,26 @@ def internal_error() -> ApiError:
     return ApiError(500, "internal error; the server's log has the reason", code="internal_error")
 
 
+def model_not_found(message: str) -> ApiError:
+    """The answer to a request for a model that is not the server's."""
+    return ApiError(404, message, "model", "model_not_found")
+
+
+def json_response(body: BaseModel, exclude_none: bool = False) -> Response:
+    """The response with a body that is valid already, so that FastAPI does not validate it again.
+
+    Args:
+        exclude_none: whether to leave out fields that are None.
+    """
+    return Response(body.model_dump_json(exclude_none=exclude_none), media_type="application/json")
+
+
 def responses(model: Any, *statuses: int) -> dict[int | str, dict[str, Any]]:
     """FastAPI's `responses`: these statuses have a body of this model."""
     return {status: {"model": model} for status in statuses}
 
 
-async def answer(request: Request, error: Exception) -> JSONResponse:
+async def handle_error(request: Request, error: Exception) -> JSONResponse:
     """FastAPI's exception handler: errors of routes, FastAPI and pydantic become an `ApiError`."""
     if isinstance(error, RequestValidationError):
         error = _from_validation(error)
@@ -76,7 +91,7 @@ async def answer(request: Request, error: Exception) -> JSONResponse:
     return error.respond(request.scope["path"])
 
 
-async def answer_bug(request: Request, error: Exception) -> JSONResponse:
+async def handle_bug(request: Request, error: Exception) -> JSONResponse:
     """FastAPI's handler of exceptions in a middleware. uvicorn logs them and closes the connection."""
     response = internal_error().respond(request.scope["path"])
     response.headers["Connection"] = "close"
@@ -87,6 +102,8 @@ def _from_validation(error: RequestValidationError) -> ApiError:
     """The first of pydantic's errors, without the value, which may be long, secret or not JSON."""
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"][1:])[:100]
+    if first["type"] == "model_not_found":
+        return model_not_found(first["msg"])
     if first["type"] == "extra_forbidden":
         return ApiError(422, "there is no such field in this request", field, "unknown_parameter")
     if not field:

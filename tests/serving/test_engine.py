@@ -38,13 +38,14 @@ from ppdiffusers_tome.run.manifest import Size
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig, url_of
 from ppdiffusers_tome.serving.engine import DETERMINISTIC, Engine, load_engine, scheduler_failure
-from ppdiffusers_tome.serving.jobs import AbandonedError, GenerationError, Job, JobError, Limits, SecondPass
+from ppdiffusers_tome.serving.jobs import AbandonedError, GenerationError, Job, JobError, SecondPass
+from ppdiffusers_tome.serving.limits import Limits
 from ppdiffusers_tome.serving.offline import generate_batch
 from ppdiffusers_tome.serving.prompt_file import Prompt
 from ppdiffusers_tome.serving.queue import ImageQueue
 from ppdiffusers_tome.serving.server import ServerFailedError, serve
 
-JOB = Job("a 3d render of fox", height=32, width=48, ratio=0.5, seed=3, steps=3, guidance_scale=2.0)
+JOB = Job("a 3d render of fox", size=Size(32, 48), ratio=0.5, seed=3, steps=3, guidance_scale=2.0)
 JOBS = [JOB, replace(JOB, prompt="owl", seed=4, negative_prompt="red"), replace(JOB, prompt="", seed=2**32 - 1)]
 
 
@@ -104,8 +105,8 @@ def test_image_to_image(engine):
 
 
 def test_second_pass_starts_from_the_enlarged_image_of_the_first(engine):
-    first = replace(JOB, height=32, width=32, ratio=0)
-    second = SecondPass(height=32, width=48, ratio=0.5, steps=2, strength=0.6)
+    first = replace(JOB, size=Size(32, 32), ratio=0)
+    second = SecondPass(size=Size(32, 48), ratio=0.5, steps=2, strength=0.6)
     steps = []
 
     def should_stop(*step):
@@ -134,7 +135,7 @@ def test_steps_that_the_scheduler_does_not_have_are_422(exported_folder, monkeyp
     monkeypatch.setattr("ppdiffusers_tome.serving.queue.logger.exception", None)  # clients cannot fill the log either
     limits = Limits(sizes=(Size(32, 48),), ratios=(0.5,), image_to_image=True, steps=2000)
     with serving(limits=limits, load=lambda: engine) as server:
-        until(lambda: server.queue.state == "ready", seconds=60)
+        until(lambda: server.pool.state == "ready", seconds=60)
         for steps in (1000, 1001, 1000, 1001, 1000):
             answer = server.post(OPENAI, {"prompt": "fox", "steps": steps})
             assert (answer.status_code, answer.json()["error"]["param"]) == (422, "steps"), answer.text
@@ -223,7 +224,7 @@ def test_scheduler_that_has_no_two_steps(exported_folder, tmp_path):
     with pytest.raises(JobError, match="PLMS, has no schedule of 3 steps: choose another number"):
         engine.generate([JOB])
     with serving(limits=limits, load=lambda: engine) as server:
-        until(lambda: server.queue.state == "ready")
+        until(lambda: server.pool.state == "ready")
         generate, calls = engine.generate, []
 
         def fail_once(jobs, should_stop=None):
@@ -235,7 +236,7 @@ def test_scheduler_that_has_no_two_steps(exported_folder, tmp_path):
         engine.generate = fail_once
         assert server.post(OPENAI, {"prompt": "fox", "steps": 6}).status_code == 500
         assert server.post(OPENAI, {"prompt": "fox", "steps": 4}).status_code == 200
-        assert [job.steps for job in calls] == [6, 4, 4] and server.queue._failures == 0
+        assert [job.steps for job in calls] == [6, 4, 4] and server.pool._failures == 0
 
 
 STOCHASTIC = ("DDPMScheduler", "KDPM2AncestralDiscreteScheduler", "EulerAncestralDiscreteScheduler", "LCMScheduler")

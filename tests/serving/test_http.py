@@ -43,6 +43,7 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from ppdiffusers_tome import ToMeConfigError
+from ppdiffusers_tome.run.manifest import Size
 from ppdiffusers_tome.serving import api_openai, middleware, protocol
 from ppdiffusers_tome.serving.app import FOLDER
 from ppdiffusers_tome.serving.app_config import AppConfig
@@ -97,7 +98,7 @@ def opened(encoded):
 
 def test_openai_defaults(server):
     body = server.post(OPENAI, {"prompt": "fox", "size": "auto"}).json()
-    job = Job("fox", 48, 64, ratio=0.5, seed=body["data"][0]["seed"], steps=2, guidance_scale=7.5)
+    job = Job("fox", Size(48, 64), ratio=0.5, seed=body["data"][0]["seed"], steps=2, guidance_scale=7.5)
     assert server.engine.calls[-1] == [job]
     seeds = {server.post(OPENAI, {"prompt": "fox"}).json()["data"][0]["seed"] for _ in range(3)}
     assert len(seeds) == 3, "a missing seed is random"
@@ -120,7 +121,7 @@ def test_metadata_is_in_the_png(server):
     assert chunks["parameters"].startswith(prompt + "\nSteps: 4, Sampler: DDIM, CFG scale: 1.5, Seed: 5, Size: 64x48")
     assert 'Token merging method: "todo, min_tokens=64"' in chunks["parameters"]
     metadata = json.loads(chunks["ppdiffusers_tome"])
-    job = Job(prompt, 48, 64, ratio=0.5, seed=5, steps=4, guidance_scale=1.5)
+    job = Job(prompt, Size(48, 64), ratio=0.5, seed=5, steps=4, guidance_scale=1.5)
     expected = {**job.settings(), "tome_method": "todo, min_tokens=64", "model": "fake"}
     assert expected.items() <= metadata.items()
 
@@ -1250,7 +1251,9 @@ def test_openapi_schema_has_all_bounds_and_answers():
 
 def test_ratio_zero_is_one_ratio():
     """-0.0 equals 0.0, but is another text: in files, in their names, and in the options."""
-    assert json.dumps(Job("fox", 64, 64, -0.0, seed=0).settings()) == json.dumps(Job("fox", 64, 64, 0, 0).settings())
+    assert json.dumps(Job("fox", Size(64, 64), -0.0, seed=0).settings()) == json.dumps(
+        Job("fox", Size(64, 64), 0, 0).settings()
+    )
     with serving() as server:
         body = server.post(OPENAI, {"prompt": "fox", "tome_ratio": -0.0}).json()
         assert opened(body["data"][0]["b64_json"]).text["parameters"].count("Token merging ratio: 0.0") == 1
@@ -1324,10 +1327,10 @@ def test_health_reports_the_reason():
     """The application is asked itself, because a server whose image thread has failed ends at its next tick."""
     with serving() as server:
         client = TestClient(server.server.config.app, "http://localhost")
-        server.queue.state = "failed"
+        server.pool.state = "failed"
         answer = client.get("/health")
         assert answer.status_code == 503
-        assert answer.json() == {"state": "failed", "reason": server.queue.unhealthy_reason}
+        assert answer.json() == {"state": "failed", "reason": server.pool.unhealthy_reason}
         assert client.head("/health").status_code == 503
 
 

@@ -80,7 +80,7 @@ class ColorEngine(FakeEngine):
 
     def paint(self, job):
         image = super().paint(job)
-        image.paste((job.seed % 256, round(80 * job.ratio), 0), (0, 0, job.width, job.height // 2))
+        image.paste((job.seed % 256, round(80 * job.ratio), 0), (0, 0, job.size.width, job.size.height // 2))
         return image
 
 
@@ -100,7 +100,7 @@ def bundled():
 
     config = AppConfig(guidance_scale=2.0, prompts=PROMPTS)
     with serving(load=load, name="emoji_sd", limits=limits, config=config) as server:
-        until(lambda: server.queue.state == "ready", 120)
+        until(lambda: server.pool.state == "ready", 120)
         yield server
 
 
@@ -684,10 +684,10 @@ def test_server_that_is_not_ready_is_asked_again(browser, fake):
     with opened(browser, fake, refusals=[503]) as page:
         fill(page, seed=21)
         page.clock.install()
-        fake.queue.state = "loading"
+        fake.pool.state = "loading"
         page.click("#generate")
         expect(page.locator("#phase")).to_have_text("The server is not ready. Trying again in 5 s.")
-        fake.queue.state = "ready"
+        fake.pool.state = "ready"
         page.clock.fast_forward(5_000)
         expect(page.locator("#phase")).to_contain_text("Done: PSNR")
 

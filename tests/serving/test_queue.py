@@ -16,6 +16,7 @@ from serving_support import IMAGE, LIMITS, OPENAI, TEXT, Clock, FakeEngine, even
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.errors import ParameterError
+from ppdiffusers_tome.serving import pool as pool_module
 from ppdiffusers_tome.serving import queue as queue_module
 from ppdiffusers_tome.serving import tickets
 from ppdiffusers_tome.serving.app_config import AppConfig
@@ -205,12 +206,12 @@ def test_stuck_call_is_unhealthy(pool, clock):
     with serving(stuck_seconds=600, batch_wait=0) as server:
         blocking = block(server, pool)
         clock.now += 600
-        assert server.queue.unhealthy_reason is None
+        assert server.pool.unhealthy_reason is None
         clock.now += 1
-        assert server.queue.unhealthy_reason == "one pipeline call has been running for 601 s"
+        assert server.pool.unhealthy_reason == "one pipeline call has been running for 601 s"
         server.engine.gate.set()
         assert blocking.result().status_code == 200
-        until(lambda: server.queue.unhealthy_reason is None)
+        until(lambda: server.pool.unhealthy_reason is None)
 
 
 def test_failures_of_the_model_in_a_row_are_unhealthy():
@@ -224,12 +225,12 @@ def test_failures_of_the_model_in_a_row_are_unhealthy():
 
     with serving(Broken()) as server:
         for failures in range(5):
-            assert server.queue.unhealthy_reason is None, failures
+            assert server.pool.unhealthy_reason is None, failures
             assert ask(server).status_code == 500
-        until(lambda: server.queue.unhealthy_reason == "the last 5 images failed")
+        until(lambda: server.pool.unhealthy_reason == "the last 5 images failed")
         server.engine.is_broken = False
         assert ask(server).status_code == 200
-        until(lambda: server.queue.unhealthy_reason is None)
+        until(lambda: server.pool.unhealthy_reason is None)
 
 
 def test_failures_that_requests_cause_are_healthy():
@@ -237,7 +238,7 @@ def test_failures_that_requests_cause_are_healthy():
     with serving() as server:
         for _ in range(6):
             assert ask(server, prompt="explode").json()["error"]["code"] == "generation_failed"
-        assert server.queue.unhealthy_reason is None and server.http.get("/health").status_code == 200
+        assert server.pool.unhealthy_reason is None and server.http.get("/health").status_code == 200
         assert server.count("images_total", outcome="failed") == 6
         until(lambda: len(server.engine.calls) == 12)
         check = server.engine.calls[-1][0]
@@ -388,7 +389,7 @@ def test_draining_finishes_accepted_requests_and_refuses_others(pool):
         behind = pool.submit(ask, server, 1)
         wait_for_queue(server, 1)
         server.server.handle_exit(15, None)
-        until(lambda: server.queue.state == "draining")
+        until(lambda: server.pool.state == "draining")
         for answer in (ask(server, 2), server.http.get("/ready"), server.post(TEXT, {})):
             assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
         assert server.http.get("/health").status_code == 200
@@ -454,8 +455,8 @@ def test_a_program_that_cannot_be_loaded_ends_the_server():
             raise ToMeConfigError("unet_64x64.onnx is damaged")
 
     with serving(DamagedEngine(), load=DamagedEngine) as server:
-        until(lambda: server.queue.state == "failed")
-        assert "is damaged" in str(server.queue.failure)
+        until(lambda: server.pool.state == "failed")
+        assert "is damaged" in str(server.pool.failure)
 
 
 # Several engines, which may be lost
@@ -487,7 +488,7 @@ def serving_engines(number, **options):
         return made[-1]
 
     with serving(load=load, min_engines=number, **{"max_engines": number, **options}) as server:
-        until(lambda: len(made) == number and server.queue.state == "ready")
+        until(lambda: len(made) == number and server.pool.state == "ready")
         yield server, made
 
 
@@ -525,15 +526,15 @@ def test_job_with_which_engines_are_lost_fails_alone(pool):
 
 
 def test_engines_follow_the_load(pool, monkeypatch):
-    monkeypatch.setattr(queue_module, "SCALE_UP_SECONDS", 0.2)
-    monkeypatch.setattr(queue_module, "SCALE_DOWN_SECONDS", 0.3)
+    monkeypatch.setattr(pool_module, "SCALE_UP_SECONDS", 0.2)
+    monkeypatch.setattr(pool_module, "SCALE_DOWN_SECONDS", 0.3)
     with serving_engines(1, max_engines=2, batch_wait=0) as (server, engines):
         engines[0].gate.clear()
         requests = [pool.submit(ask, server, seed, steps=10 + seed) for seed in range(2)]
         until(lambda: len(engines) == 2)
         engines[0].gate.set()
         assert [one.result().status_code for one in requests] == 2 * [200]
-        until(lambda: server.queue._engines == engines[:1])  # the second one was given up
+        until(lambda: server.pool._engines == engines[:1])  # the second one was given up
         engines[0].gate.clear()
         requests = [pool.submit(ask, server, seed, steps=10 + seed) for seed in range(2)]
         until(lambda: len(engines) == 3)
@@ -543,7 +544,7 @@ def test_engines_follow_the_load(pool, monkeypatch):
 
 def test_an_engine_that_loads_is_help_for_an_image_that_waits(pool, monkeypatch):
     """One late image loads one engine, and those that it leaves behind load the next."""
-    monkeypatch.setattr(queue_module, "SCALE_UP_SECONDS", 0.05)
+    monkeypatch.setattr(pool_module, "SCALE_UP_SECONDS", 0.05)
     may_load, made = [threading.Event() for _ in range(4)], []
     may_load[0].set()
 
@@ -555,7 +556,7 @@ def test_an_engine_that_loads_is_help_for_an_image_that_waits(pool, monkeypatch)
         return engine
 
     with serving(load=load, max_engines=4, batch_wait=0) as server:
-        until(lambda: server.queue.state == "ready")
+        until(lambda: server.pool.state == "ready")
         requests = [pool.submit(ask, server, seed, steps=10 + seed) for seed in range(2)]
         until(lambda: len(made) == 2)
         sleep(1.5)  # spare threads look once a second
@@ -575,14 +576,14 @@ def test_an_engine_that_loads_is_help_for_an_image_that_waits(pool, monkeypatch)
 
 
 def test_an_image_that_waits_for_its_batch_loads_no_engine(pool, monkeypatch):
-    monkeypatch.setattr(queue_module, "SCALE_UP_SECONDS", 0.05)
+    monkeypatch.setattr(pool_module, "SCALE_UP_SECONDS", 0.05)
     with serving_engines(1, max_engines=2, batch_wait=2.5) as (server, engines):
         assert ask(server).status_code == 200 and len(engines) == 1
 
 
 def test_replacement_that_does_not_load_leaves_the_other_engines(pool):
     with serving_engines(2) as (server, engines):
-        server.queue._load = lambda: 1 / 0
+        server.pool._load = lambda: 1 / 0
         engines[0].is_lost = True
         assert [ask(server, seed).status_code for seed in range(6)] == 6 * [200]
         engines[1].is_lost = True
@@ -612,7 +613,7 @@ def test_tokens_are_503_until_the_only_engine_is_replaced():
         return made[-1]
 
     with serving(load=load) as server:
-        until(lambda: server.queue.state == "ready")
+        until(lambda: server.pool.state == "ready")
         made[0].is_lost = True
         for _ in range(2):
             refused = count(server)
@@ -641,8 +642,8 @@ def test_a_model_that_cannot_be_loaded_ends_a_server_that_could_have_more_engine
         raise ToMeConfigError("no such model")
 
     with serving(load=load, min_engines=number, max_engines=4) as server:
-        until(lambda: server.queue.state == "failed")
-        assert "no such model" in str(server.queue.failure) and len(tried) == number
+        until(lambda: server.pool.state == "failed")
+        assert "no such model" in str(server.pool.failure) and len(tried) == number
         until(lambda: server.server.should_exit)
 
 
@@ -657,7 +658,7 @@ def test_a_spare_thread_takes_over_from_one_that_cannot_replace_its_engine(pool)
         return made[-1]
 
     with serving(load=load, max_engines=2) as server:
-        until(lambda: server.queue.state == "ready")
+        until(lambda: server.pool.state == "ready")
         made[0].is_lost = True
         assert ask(server).status_code == 200
         assert len(made) == 3 and server.http.get("/health").status_code == 200
@@ -674,7 +675,7 @@ def test_engines_that_no_thread_can_replace_end_the_server(pool):
         return tried[0]
 
     with serving(load=load, max_engines=3) as server:
-        until(lambda: server.queue.state == "ready")
+        until(lambda: server.pool.state == "ready")
         tried[0].is_lost = True
         requests = [pool.submit(ask, server, seed) for seed in range(2)]
         errors = [one.exception() for one in requests]
@@ -682,12 +683,12 @@ def test_engines_that_no_thread_can_replace_end_the_server(pool):
         assert statuses in ({500}, {500, 503})
         assert all(error is None or isinstance(error, httpx.TransportError) for error in errors)
         until(lambda: server.server.should_exit)
-        assert server.queue.state == "failed" and len(tried) == 4, "the first one, and one try of each thread"
+        assert server.pool.state == "failed" and len(tried) == 4, "the first one, and one try of each thread"
 
 
 def test_the_last_engine_is_not_given_up(monkeypatch):
     """Not even one that was loaded because of the load, after those that were not have ended."""
-    monkeypatch.setattr(queue_module, "SCALE_DOWN_SECONDS", 0.01)
+    monkeypatch.setattr(pool_module, "SCALE_DOWN_SECONDS", 0.01)
     made, idle = [], []
 
     def next_call(queue, engine, seconds, original=ImageQueue._next_call):
@@ -723,10 +724,10 @@ def test_a_lost_engine_is_no_failure_of_the_model():
         return made[-1]
 
     with serving(load=load) as server:
-        until(lambda: server.queue.state == "ready")
+        until(lambda: server.pool.state == "ready")
         assert ask(server, prompt="explode").status_code == 500
         until(lambda: len(made) == 2)
-        assert server.queue._failures == 0
+        assert server.pool._failures == 0
 
 
 def test_jobs_of_an_engine_that_cannot_batch_run_alone():
