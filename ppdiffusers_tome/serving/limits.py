@@ -228,7 +228,7 @@ def _size_type(sizes: Sequence[Size]) -> Any:
             raise ValueError(f"{name[:60]!r} was not exported: it must be one of {', '.join(named)}")
         return named[name or "auto"]
 
-    return Annotated[Size, PlainValidator(check), WithJsonSchema({"type": "string", "enum": [*named]})]
+    return Annotated[Any, PlainValidator(check), WithJsonSchema({"type": "string", "enum": [*named]})]
 
 
 def check_strength(strength: float) -> float:

@@ -18,6 +18,7 @@ from .tickets import Call, State, UnavailableError
 
 logger = logging.getLogger(__name__)
 MAX_FAILURES = 5  # images in a row that failed because of the model, after which the process is unhealthy
+POLL_SECONDS = 1.0  # between two looks of a spare thread at whether it is needed
 SCALE_UP_SECONDS = 10.0  # waiting time of an image after which another engine is loaded
 SCALE_DOWN_SECONDS = 600.0  # idle time of an engine after which it is ended, if it is not needed
 
@@ -168,7 +169,7 @@ class EnginePool:
                     self._busy_threads += 1
                     self._spare_threads -= 1
                     return True
-                self._changed.wait(1.0)
+                self._changed.wait(POLL_SECONDS)
         return False
 
     def _add(self, engine: ImageEngine) -> None:

@@ -379,7 +379,7 @@ def test_webui_text_to_image_without_merging(webui, server):
         prompt="fox", seed=7, width=64, height=64, n_iter=2, override_settings=settings, sampler_name="DDIM",
         hr_upscaler="R-ESRGAN 4x+",
     )  # fmt: skip
-    assert [(job.seed, job.height, job.ratio) for job in server.engine.calls[-1]] == [(7, 64, 0), (8, 64, 0)]
+    assert [(job.seed, job.size.height, job.ratio) for job in server.engine.calls[-1]] == [(7, 64, 0), (8, 64, 0)]
     assert answer.info["seed"] == 7 and "Token merging ratio: 0" in answer.info["infotexts"][1]
     assert "Token merging method" not in answer.info["infotexts"][1] + str(answer.info["extra_generation_params"])
 

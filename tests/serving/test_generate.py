@@ -136,7 +136,7 @@ def test_file_name_depends_on_everything_in_the_image():
     prompt = Prompt(3, Job("a fox", Size(32, 32), 0.5, seed=1), "fox")
     name = prompt.file_name("model")
     assert name.startswith("000003-fox-") and name.endswith(".png")
-    changes = {"prompt": "an owl", "negative_prompt": "x", "height": 48, "width": 48, "ratio": 0.0, "seed": 2}
+    changes = {"prompt": "an owl", "negative_prompt": "x", "size": Size(48, 48), "ratio": 0.0, "seed": 2}
     changes |= {"steps": 3, "guidance_scale": 1.0}
     others = [replace(prompt, job=replace(prompt.job, **{key: value})) for key, value in changes.items()]
     names = {name, prompt.file_name("another model"), *(other.file_name("model") for other in others)}

@@ -119,9 +119,12 @@ SERVER = """
 import sys, threading
 from serving_support import LIMITS, FakeEngine
 from ppdiffusers_tome.serving.app import create_app
-from ppdiffusers_tome.serving.queue import ImageQueue
-from ppdiffusers_tome.serving.server import serve
 from ppdiffusers_tome.serving.app_config import AppConfig
+from ppdiffusers_tome.serving.engines import ServedModel
+from ppdiffusers_tome.serving.pool import EnginePool
+from ppdiffusers_tome.serving.prometheus import Metrics
+from ppdiffusers_tome.serving.queue import JobQueue
+from ppdiffusers_tome.serving.server import serve
 
 class Stuck(FakeEngine):
     def generate(self, jobs, should_stop=None):
@@ -129,8 +132,10 @@ class Stuck(FakeEngine):
             threading.Event().wait()
         return super().generate(jobs, should_stop)
 
-queue = ImageQueue(Stuck, "fake", LIMITS)
-serve(queue, create_app(queue, AppConfig()), port=0, seconds=float(sys.argv[1]))
+metrics = Metrics()
+pool = EnginePool(Stuck, JobQueue(metrics), metrics)
+app = create_app(ServedModel("fake", "DDIM", {}, LIMITS), pool, metrics, AppConfig())
+serve(pool, app, port=0, seconds=float(sys.argv[1]))
 """
 
 
