@@ -19,15 +19,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from . import protocol
-from .api_errors import CLIENT_GONE, ApiError, internal_error, json_response, model_not_found, responses
+from .api_errors import CLIENT_GONE, EXPECTED, ApiError, api_error, json_response, model_not_found, responses
 from .app_config import AppConfig
 from .engines import ServedModel
 from .handler import DEFAULT_STRENGTH, RequestHandler
-from .jobs import Job
+from .jobs import Job, make_jobs
 from .limits import NO_IMAGES, ReadAs
 from .middleware import JsonRoute
 from .pool import EnginePool
-from .tickets import RequestProgress, UnavailableError
+from .tickets import RequestProgress
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1  # between two looks at the progress
@@ -53,7 +53,7 @@ class OpenAIService:
 
     def __init__(self, model: ServedModel, pool: EnginePool, config: AppConfig) -> None:
         self.model, self.pool, self.config = model, pool, config
-        self.handler = RequestHandler(model, pool.queue, config, names={})
+        self.handler = RequestHandler(model, pool.queue, config)
         self._created = int(time.time())
         self._logged: set[str] = set()
 
@@ -78,12 +78,13 @@ class OpenAIService:
         """The jobs of a request.
 
         Raises:
-            ApiError: 422, values are not allowed together.
+            ApiError, JobError: values are not allowed together.
         """
         if values.strength is not None and not has_image:
             raise ApiError(422, "without an image there is no strength", "strength", "invalid_value")
         self._log_ignored_fields(values)
-        return self.handler.make_jobs(
+        return make_jobs(
+            self.handler.defaults,
             1 if values.n is None else values.n,
             values.seed,
             prompt=values.prompt,
@@ -144,10 +145,7 @@ def image_routes(service: OpenAIService) -> APIRouter:
         body: Annotated[protocol.TokensRequest, ReadAs(requests.tokens)],
     ) -> protocol.TokensResponse:
         """Count the tokens of a prompt, and return the end of it that the text encoder does not read."""
-        try:
-            tokens, max_tokens, cut = await asyncio.to_thread(service.pool.count_tokens, body.prompt)
-        except UnavailableError as error:
-            raise service.handler.unavailability(error) from None
+        tokens, max_tokens, cut = await asyncio.to_thread(service.pool.count_tokens, body.prompt)
         return protocol.TokensResponse(tokens=tokens, max_tokens=max_tokens, cut=cut)
 
     return routes
@@ -234,18 +232,13 @@ async def _respond(
     if values.stream:
         return await _stream(generation, jobs, progress, stream_name)
     usual = "url" if values.model in URL_MODELS else "b64_json"
-    describe = _image_with_url if (values.response_format or usual) == "url" else _image
-    data = [describe(image, job.seed) for image, job in zip(await generation, jobs, strict=True)]
+    images = zip(await generation, jobs, strict=True)
+    if (values.response_format or usual) == "url":
+        data = [protocol.ImageData(url=f"data:image/png;base64,{text}", seed=job.seed) for text, job in images]
+    else:
+        data = [protocol.ImageData(b64_json=text, seed=job.seed) for text, job in images]
     body = protocol.ImagesResponse(created=int(time.time()), data=data, size=str(jobs[0].size))
     return json_response(body, exclude_none=True)
-
-
-def _image(text: str, seed: int) -> protocol.ImageData:
-    return protocol.ImageData(b64_json=text, seed=seed)
-
-
-def _image_with_url(text: str, seed: int) -> protocol.ImageData:
-    return protocol.ImageData(url=f"data:image/png;base64,{text}", seed=seed)
 
 
 async def _stream(
@@ -259,7 +252,7 @@ async def _stream(
         name: the beginning of the events' types.
 
     Raises:
-        ApiError: the request is not accepted. The response has not begun, so the client gets an ordinary error.
+        Exception: the request is not accepted. The response has not begun, so the client gets an ordinary error.
     """
     pending = asyncio.ensure_future(images)
     pending.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may have no reader any more
@@ -287,11 +280,10 @@ async def _events(
             await asyncio.wait([pending], timeout=POLL_SECONDS)
         try:
             images = pending.result()
-        except ApiError as error:
-            yield _text(protocol.ErrorEvent(error=error.openai_error()))
-        except Exception:  # a bug in this package, as in `RequestMiddleware`
-            logger.exception("a stream failed")
-            yield _text(protocol.ErrorEvent(error=internal_error().openai_error()))
+        except Exception as error:
+            if not isinstance(error, EXPECTED):  # a bug in this package, as in `RequestMiddleware`
+                logger.exception("a stream failed")
+            yield _text(protocol.ErrorEvent(error=api_error(error, "/v1/").openai_error()))
         else:
             for index, (image, job) in enumerate(zip(images, jobs, strict=True)):
                 completed = protocol.CompletedEvent(

@@ -18,7 +18,7 @@ from .api_errors import ApiError, json_response, responses
 from .app_config import AppConfig
 from .engines import ServedModel
 from .handler import DEFAULT_STRENGTH, RequestHandler
-from .jobs import Job, JobError, SecondPass
+from .jobs import Job, JobError, SecondPass, make_jobs
 from .limits import NO_IMAGES, ReadAs, check_strength
 from .middleware import JsonRoute
 from .png import describe, describe_merging, parse_infotext, read_texts
@@ -47,11 +47,6 @@ from .protocol_webui import (
 from .queue import JobQueue
 from .tickets import RequestProgress
 
-NAMES = {
-    "image": "init_images",
-    "strength": "denoising_strength",
-    "second_pass.steps": "hr_second_pass_steps",
-}
 MAX_LOGGED_NAMES = 100  # of unknown fields, so that clients cannot fill the log
 ERRORS = responses(protocol.WebuiErrorResponse, 413, 415, 422)
 IMAGE_ERRORS = ERRORS | responses(protocol.WebuiErrorResponse, 409, 429, 500, 503, 504)
@@ -68,7 +63,7 @@ class WebuiService:
 
     def __init__(self, model: ServedModel, queue: JobQueue, metrics: Metrics, config: AppConfig) -> None:
         self.model, self.queue, self.metrics = model, queue, metrics
-        self.handler = RequestHandler(model, queue, config, NAMES)
+        self.handler = RequestHandler(model, queue, config)
         self.options = Options(
             sd_model_checkpoint=model.name,
             sd_vae="Automatic",
@@ -97,7 +92,7 @@ class WebuiService:
         """The jobs of a request.
 
         Raises:
-            ApiError: 422, a value is not allowed.
+            ApiError, JobError: values are not allowed together.
         """
         own = _known_options(values.override_settings or Options())
         settings = dict(self.options) | own
@@ -111,7 +106,8 @@ class WebuiService:
         if isinstance(values, TwoPassRequest) and values.enable_hr:
             self._check_second_pass(values)
             second_pass = self._second_pass(values, size, settings["token_merging_ratio_hr"] or ratio, strength)
-        return self.handler.make_jobs(
+        return make_jobs(
+            self.handler.defaults,
             self._count_images(values),
             None if values.seed == -1 else values.seed,
             prompt=values.prompt,

@@ -4,15 +4,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response, Security
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
 
 from .._version import __version__
 from ..errors import ParameterError
 from . import api_openai, api_webui
-from .api_errors import ApiError, handle_bug, handle_error, responses
+from .api_errors import EXPECTED, ApiError, handle_bug, handle_error, responses
 from .app_config import AppConfig
 from .engines import ServedModel
 from .middleware import BASIC, BEARER, PAGE, CountingMiddleware, OriginMiddleware, RequestMiddleware
@@ -65,11 +63,7 @@ def create_app(model: ServedModel, pool: EnginePool, metrics: Metrics, config: A
         rule = f"one request may ask for {images} images (--max-images), which the queue must hold"
         raise ParameterError("capacity", queue.capacity, rule)
     # FastAPI's documentation pages load scripts from other hosts. /openapi.json describes the interface.
-    handlers: dict[Any, Any] = {
-        HTTPException: handle_error,
-        RequestValidationError: handle_error,
-        Exception: handle_bug,
-    }
+    handlers: dict[Any, Any] = {**dict.fromkeys(EXPECTED, handle_error), Exception: handle_bug}
     app = FastAPI(
         title="ppdiffusers_tome",
         version=__version__,

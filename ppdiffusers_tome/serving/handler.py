@@ -2,10 +2,8 @@
 
 import asyncio
 import base64
-import secrets
-from collections.abc import Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from fastapi import Request
 from PIL import Image
@@ -13,10 +11,10 @@ from PIL import Image
 from .api_errors import CLIENT_GONE, ApiError
 from .app_config import AppConfig
 from .engines import ServedModel
-from .jobs import MAX_SEED, GenerationError, Job, JobError, make_jobs
+from .jobs import Job
 from .png import encode_png, load_image
 from .queue import JobQueue
-from .tickets import QueueFullError, RequestProgress, UnavailableError
+from .tickets import RequestProgress
 
 DEFAULT_STRENGTH = 0.75  # of requests from an image, and of a second pass
 
@@ -30,37 +28,13 @@ class RequestHandler:
     Args:
         model, queue: what generates the images.
         config: has the time limit of a request and the defaults of its fields.
-        names: the interface's names of those fields of a job that may be refused after the request was read, where
-            they differ.
     """
 
-    def __init__(self, model: ServedModel, queue: JobQueue, config: AppConfig, names: Mapping[str, str]) -> None:
-        self._model, self._queue, self._seconds, self._names = model, queue, config.request_seconds, names
+    def __init__(self, model: ServedModel, queue: JobQueue, config: AppConfig) -> None:
+        self._model, self._queue, self._seconds = model, queue, config.request_seconds
         size, ratio = model.limits.sizes[0], model.limits.ratios[0]
         self.defaults = Job("", size, ratio, seed=0, steps=config.steps, guidance_scale=config.guidance_scale)
         self._under_way: list[Submission] = []  # oldest first
-
-    def make_jobs(self, images: int, seed: int | None, **values: Any) -> list[Job]:
-        """The jobs of a request: None is the default, or a random seed; each image has the next seed.
-
-        Raises:
-            ApiError: 422, values are not allowed together.
-        """
-        first = secrets.randbelow(MAX_SEED + 1) if seed is None else seed
-        try:
-            return make_jobs(self.defaults, images, first, **values)
-        except JobError as error:
-            raise self.refusal(error) from None
-
-    def refusal(self, error: JobError) -> ApiError:
-        """The answer to a job that is not allowed, which names the field as this interface does."""
-        return ApiError(422, str(error), self._names.get(error.field, error.field), "invalid_value")
-
-    def unavailability(self, error: UnavailableError) -> ApiError:
-        """The answer to a request that the queue does not accept now, with the seconds to wait before the next try."""
-        is_full = isinstance(error, QueueFullError)
-        status, code = (429, "queue_full") if is_full else (503, "unavailable")
-        return ApiError(status, str(error), code=code, headers={"Retry-After": str(error.retry_after)})
 
     async def generate(
         self, request: Request, jobs: list[Job], image: str | bytes | None, progress: RequestProgress
@@ -76,19 +50,12 @@ class RequestHandler:
             The image of each job, a PNG file in base64.
 
         Raises:
-            ApiError: 409 interrupted, 422 the image or the number of steps is not allowed, 429 the queue is full, 499
-                the client disconnected, 500 the pipeline failed, 503 not ready or shutting down, 504 the time limit.
+            ApiError: 409 interrupted, 499 the client disconnected, 504 the time limit.
+            JobError, UnavailableError, GenerationError: see `JobQueue.submit`.
         """
         load = None if image is None else partial(load_image, image, jobs[0].size, self._model.limits)
-        try:
-            submission = asyncio.ensure_future(self._queue.submit(jobs, load, progress))
-            images = await self._while_connected(request, submission)
-        except JobError as error:
-            raise self.refusal(error) from None
-        except UnavailableError as error:
-            raise self.unavailability(error) from None
-        except GenerationError as error:
-            raise ApiError(500, str(error), code="generation_failed") from None
+        submission = asyncio.ensure_future(self._queue.submit(jobs, load, progress))
+        images = await self._while_connected(request, submission)
         encoded = [asyncio.to_thread(self._encode, image, job) for image, job in zip(images, jobs, strict=True)]
         return list(await asyncio.gather(*encoded))
 

@@ -3,6 +3,7 @@
 The errors survive pickling, because Ray sends them between processes.
 """
 
+import secrets
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -121,11 +122,6 @@ class Job:
             raise JobError("image", f"a {given} is not allowed: it must be RGB, {self.size}")
 
     @property
-    def is_from_noise(self) -> bool:
-        """Whether text-to-image alone generates it."""
-        return self.image is None and self.second_pass is None
-
-    @property
     def steps_to_run(self) -> int:
         """Denoising steps of both passes."""
         first = self.steps if self.strength is None else int(self.steps * self.strength)
@@ -137,7 +133,9 @@ class Job:
 
         Its pipelines sample noise for the whole batch at once, so an image would depend on the rest of its batch.
         """
-        return (self.size, self.steps, self.guidance_scale, self.ratio) if self.is_from_noise else None
+        if self.image is not None or self.second_pass is not None:
+            return None
+        return self.size, self.steps, self.guidance_scale, self.ratio
 
     def settings(self) -> dict[str, Any]:
         """All fields but the image, ready for JSON; `strength` and `second_pass` only where they are set."""
@@ -152,11 +150,18 @@ class Job:
         return {**texts, **numbers, **size, **strength, **second}
 
 
-def make_jobs(defaults: Job, images: int, seed: int, **values: Any) -> list[Job]:
-    """The jobs of a request: `values` are those of its fields, None for the default; each image has the next seed.
+def make_jobs(defaults: Job, images: int, seed: int | None, **values: Any) -> list[Job]:
+    """The jobs of a request.
+
+    Args:
+        defaults: has the values of fields that are None.
+        images: the number of jobs.
+        seed: of the first image, None for a random one; each further image has the next.
+        values: of the request's fields.
 
     Raises:
         JobError: see `Job`.
     """
     given = {name: value for name, value in values.items() if value is not None}
-    return [replace(defaults, **given, seed=seed_after(seed, index)) for index in range(images)]
+    first = secrets.randbelow(MAX_SEED + 1) if seed is None else seed
+    return [replace(defaults, **given, seed=seed_after(first, index)) for index in range(images)]

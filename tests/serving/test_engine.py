@@ -39,7 +39,7 @@ from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig, url_of
 from ppdiffusers_tome.serving.engine import Engine, load_engine, scheduler_failure
 from ppdiffusers_tome.serving.engines import DETERMINISTIC, ServedModel
-from ppdiffusers_tome.serving.jobs import AbandonedError, GenerationError, Job, JobError, SecondPass
+from ppdiffusers_tome.serving.jobs import MAX_STEPS, AbandonedError, GenerationError, Job, JobError, SecondPass
 from ppdiffusers_tome.serving.limits import Limits
 from ppdiffusers_tome.serving.offline import generate_batch
 from ppdiffusers_tome.serving.pool import EnginePool
@@ -125,8 +125,11 @@ def test_second_pass_starts_from_the_enlarged_image_of_the_first(engine):
 @pytest.mark.parametrize("strength", [0.001, 0.05, 0.3, 0.6, 0.7, 0.999, 1.0])
 def test_all_steps_of_a_second_pass_run(strength):
     for steps in (1, 7, 20, 100):
-        schedule = SecondPass(64, 64, 0.5, steps, strength).scheduled_steps
-        assert int(schedule * strength) == steps
+        if steps <= strength * MAX_STEPS:
+            assert int(SecondPass(Size(64, 64), 0.5, steps, strength).scheduled_steps * strength) == steps
+        else:
+            with pytest.raises(JobError, match=f"{strength} leaves less than {steps} of 1000 steps"):
+                SecondPass(Size(64, 64), 0.5, steps, strength)
 
 
 def test_steps_that_the_scheduler_does_not_have_are_422(exported_folder, monkeypatch):

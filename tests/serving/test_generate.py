@@ -312,7 +312,7 @@ def images(folder):
 def test_resumed_run_writes_the_same_images(tmp_path, exported_folder, capsys):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"a 3d render of {animal}\n" for animal in ("fox", "owl", "cat", "dog", "bee")))
-    options = ["--batch", "2", "--steps", "30", "--negative-prompt", "red"]
+    options = ["--batch", "2", "--steps", "15", "--negative-prompt", "red"]
     killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
     arguments = [*PYTHON_M, *command(prompts, exported_folder, killed, *options)]
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -684,10 +684,10 @@ def test_server_that_is_not_ready_is_asked_again(browser, fake):
     with opened(browser, fake, refusals=[503]) as page:
         fill(page, seed=21)
         page.clock.install()
-        fake.pool.state = "loading"
+        fake.queue.refuse("the server is not ready: loading", 5)
         page.click("#generate")
         expect(page.locator("#phase")).to_have_text("The server is not ready. Trying again in 5 s.")
-        fake.pool.state = "ready"
+        fake.queue.open()
         page.clock.fast_forward(5_000)
         expect(page.locator("#phase")).to_contain_text("Done: PSNR")
 

@@ -63,7 +63,7 @@ def is_closed(client):
 
 
 def test_shutdown_does_not_wait_for_a_client_that_reads_nothing(log):
-    with serving(seconds=5) as server, client_that_reads_nothing(server):
+    with serving(seconds=1) as server, client_that_reads_nothing(server):
         server.server.handle_exit(signal.SIGTERM, None)
         server.thread.join()
         assert not server.server.server_state.connections and not server.server.server_state.tasks
@@ -162,7 +162,7 @@ def process(tmp_path, seconds):
 
 
 def test_stuck_call_does_not_keep_the_process_alive(tmp_path):
-    with process(tmp_path, seconds=3) as (server, url, log):
+    with process(tmp_path, seconds=1) as (server, url, log):
         request = threading.Thread(target=ask, args=(url,))
         request.start()
         until(lambda: "running_images 1.0" in httpx.get(f"{url}/metrics").text)
