@@ -401,7 +401,7 @@ def test_speed_is_a_spread_and_not_a_number_of_one_image(browser, fake):
         expect(page.locator("#left-spread")).to_contain_text("28 steps")
         assert [call[0].ratio for call in fake.engine.calls[-6:]] == [0, 0.5] * 3
         fake.engine.seconds = {0.0: 0.1, 0.5: 0.1}  # long: other processes may take milliseconds of a step
-        generate(page, steps=9, seed=3)
+        generate(page, steps=6, seed=3)
         expect(page.locator("#speed")).to_have_text("about the same")
         expect(page.locator("#speed-note")).to_contain_text("the spreads overlap")
 
