@@ -66,13 +66,11 @@ def load_pipeline(
     is_count = isinstance(max_programs, int) and not isinstance(max_programs, bool)
     if max_programs is not None and not (is_count and max_programs >= 1):
         raise ParameterError("max_programs", max_programs, "it must be 1 or more, or None.")
-    if runtime is not None:
-        choose_runtime(runtime, **settings)  # raises before the weights are compared
+    chosen = None if runtime is None else choose_runtime(runtime, **settings)  # before the weights are compared
     exported, manifest = open_export(folder, verify)
     name = runtime or default_runtime(manifest, settings.get("device", Runtime.device))
     check_format(folder, manifest, name)
-    chosen = choose_runtime(name, **settings)
-    load = partial(chosen.load, exported)
+    load = partial((chosen or choose_runtime(name, **settings)).load, exported)
     cls = cls or getattr(ppdiffusers, manifest.pipeline)
     try:
         pipe = _assemble(exported.path, manifest, cls, load, ratio, max_programs)

@@ -121,7 +121,7 @@ def test_commands_use_the_runtime(onnx_folder, tmp_path, capsys):
         with Image.open(path) as written:
             images[runtime] = np.asarray(written).astype(int)
     engine = load_engine(onnx_folder, runtime="onnxruntime", threads=1)
-    job = Job("a fox", 32, 40, 0.5, seed=0, steps=2, guidance_scale=7.5)
+    job = Job("a fox", Size(32, 40), 0.5, seed=0, steps=2, guidance_scale=7.5)
     expected = np.asarray(engine.generate([job])[0]).astype(int)
     for actual in images.values():
         assert np.abs(actual - expected).max() <= 1

@@ -1,4 +1,4 @@
-"""Common clients with a real server: those that are packages, and the requests that others send."""
+"""Clients of both interfaces get images: those that are packages, and the requests that others send."""
 
 import base64
 import io
@@ -73,7 +73,7 @@ def test_openai_generates_images(client, server):
     assert [image.getpixel((0, 0))[0] for image in images] == [3, 4]
     assert [one.seed for one in answer.data] == [3, 4] and answer.size == "64x48" and answer.created > 0
     assert answer.output_format == "png"
-    job = Job("fox", 48, 64, ratio=0.0, seed=3, negative_prompt="red", steps=4, guidance_scale=2.0)
+    job = Job("fox", Size(48, 64), ratio=0.0, seed=3, negative_prompt="red", steps=4, guidance_scale=2.0)
     assert server.engine.calls[-1] == [job, replace(job, seed=4)]
 
 
@@ -108,7 +108,7 @@ def test_openai_edits_an_image(client, server, several):
     assert [one.seed for one in answer.data] == [3, 4] and answer.size == "64x64"
     first, second = (job for jobs in server.engine.calls[-2:] for job in jobs)
     assert first.image.size == (64, 64) and first.image.getpixel((0, 0)) == (255, 0, 0)
-    job = Job("fox", 64, 64, 0.0, seed=3, negative_prompt="red", steps=4, guidance_scale=2.0, strength=0.5)
+    job = Job("fox", Size(64, 64), 0.0, seed=3, negative_prompt="red", steps=4, guidance_scale=2.0, strength=0.5)
     assert [replace(one, image=None) for one in (first, second)] == [job, replace(job, seed=4)]
 
 
@@ -135,12 +135,6 @@ def test_openai_edit_errors(client):
         assert caught.value.param == param
     with pytest.raises(openai.NotFoundError, match="this server has fake"):
         client.images.edit(image=red(), prompt="fox", model="gpt-image-1")
-    with (
-        serving(limits=replace(LIMITS, image_to_image=False)) as other,
-        openai.OpenAI(base_url=f"{other.url}/v1", api_key="none", max_retries=0) as without,
-        pytest.raises(openai.NotFoundError, match="--img2img"),
-    ):
-        without.images.edit(image=red(), prompt="fox")
 
 
 def test_openai_with_any_model():
@@ -157,6 +151,10 @@ def test_openai_with_any_model():
             (None, (64, 48))
         ]
         assert [one.id for one in client.models.list()] == ["fake"]
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("gpt-image-1")
+        *_, completed = client.images.generate(prompt="fox", model="dall-e-3", stream=True)
+        assert opened(completed.b64_json).size == (64, 48), "events have no URL"
 
 
 @pytest.mark.skipif(NODE is None, reason="no node: apt-get install nodejs npm")
@@ -368,7 +366,7 @@ def test_webui_text_to_image_with_its_own_defaults(webui, server):
     assert "Seed: 6, Size: 64x48" in answer.info["infotexts"][1]
     assert answer.info["extra_generation_params"]["Token merging method"] == "todo, min_tokens=64"
     assert 'Token merging method: "todo, min_tokens=64"' in answer.info["infotexts"][0]
-    job = Job("fox", 48, 64, ratio=0.5, seed=5, negative_prompt="red", steps=3, guidance_scale=2.5)
+    job = Job("fox", Size(48, 64), ratio=0.5, seed=5, negative_prompt="red", steps=3, guidance_scale=2.5)
     assert server.engine.calls[-1] == [job, replace(job, seed=6)]
 
 
@@ -379,7 +377,7 @@ def test_webui_text_to_image_without_merging(webui, server):
         prompt="fox", seed=7, width=64, height=64, n_iter=2, override_settings=settings, sampler_name="DDIM",
         hr_upscaler="R-ESRGAN 4x+",
     )  # fmt: skip
-    assert [(job.seed, job.height, job.ratio) for job in server.engine.calls[-1]] == [(7, 64, 0), (8, 64, 0)]
+    assert [(job.seed, job.size.height, job.ratio) for job in server.engine.calls[-1]] == [(7, 64, 0), (8, 64, 0)]
     assert answer.info["seed"] == 7 and "Token merging ratio: 0" in answer.info["infotexts"][1]
     assert "Token merging method" not in answer.info["infotexts"][1] + str(answer.info["extra_generation_params"])
 
@@ -409,8 +407,8 @@ def test_webui_second_pass(webui, server, settings, ratio):
         denoising_strength=0.6, override_settings=settings,
     )  # fmt: skip
     (job,) = server.engine.calls[-1]
-    assert (job.width, job.height, job.ratio, job.steps, job.strength) == (64, 48, 0, 3, None)
-    assert job.second_pass == SecondPass(height=64, width=64, ratio=ratio, steps=7, strength=0.6)
+    assert (job.size.width, job.size.height, job.ratio, job.steps, job.strength) == (64, 48, 0, 3, None)
+    assert job.second_pass == SecondPass(size=Size(64, 64), ratio=ratio, steps=7, strength=0.6)
     assert answer.info["denoising_strength"] == 0.6
     assert answer.info["extra_generation_params"]["Token merging ratio hr"] == ratio
     facts = f"Hires resize: 64x64, Hires steps: 7, Hires upscaler: Lanczos, Token merging ratio hr: {ratio}"

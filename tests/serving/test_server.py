@@ -63,7 +63,7 @@ def is_closed(client):
 
 
 def test_shutdown_does_not_wait_for_a_client_that_reads_nothing(log):
-    with serving(seconds=5) as server, client_that_reads_nothing(server):
+    with serving(seconds=1) as server, client_that_reads_nothing(server):
         server.server.handle_exit(signal.SIGTERM, None)
         server.thread.join()
         assert not server.server.server_state.connections and not server.server.server_state.tasks
@@ -119,9 +119,12 @@ SERVER = """
 import sys, threading
 from serving_support import LIMITS, FakeEngine
 from ppdiffusers_tome.serving.app import create_app
-from ppdiffusers_tome.serving.queue import ImageQueue
-from ppdiffusers_tome.serving.server import serve
 from ppdiffusers_tome.serving.app_config import AppConfig
+from ppdiffusers_tome.serving.engines import ServedModel
+from ppdiffusers_tome.serving.pool import EnginePool
+from ppdiffusers_tome.serving.prometheus import Metrics
+from ppdiffusers_tome.serving.queue import JobQueue
+from ppdiffusers_tome.serving.server import serve
 
 class Stuck(FakeEngine):
     def generate(self, jobs, should_stop=None):
@@ -129,8 +132,10 @@ class Stuck(FakeEngine):
             threading.Event().wait()
         return super().generate(jobs, should_stop)
 
-queue = ImageQueue(Stuck, "fake", LIMITS)
-serve(queue, create_app(queue, AppConfig()), port=0, seconds=float(sys.argv[1]))
+metrics = Metrics()
+pool = EnginePool(Stuck, JobQueue(metrics), metrics)
+app = create_app(ServedModel("fake", "DDIM", {}, LIMITS), pool, metrics, AppConfig())
+serve(pool, app, port=0, seconds=float(sys.argv[1]))
 """
 
 
@@ -157,7 +162,7 @@ def process(tmp_path, seconds):
 
 
 def test_stuck_call_does_not_keep_the_process_alive(tmp_path):
-    with process(tmp_path, seconds=3) as (server, url, log):
+    with process(tmp_path, seconds=1) as (server, url, log):
         request = threading.Thread(target=ask, args=(url,))
         request.start()
         until(lambda: "running_images 1.0" in httpx.get(f"{url}/metrics").text)
