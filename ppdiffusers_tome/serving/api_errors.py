@@ -12,6 +12,8 @@ from starlette.routing import Match
 from . import protocol
 
 CLIENT_GONE = 499  # nginx's status: nobody reads this answer, it exists for the counters
+WEBUI_PATHS = ("/sdapi/", "/internal/ping", "/login_check", "/queue/status")  # of clients of stable-diffusion-webui
+NO_SUCH_PATH = "this server has no such path: /openapi.json lists its paths"
 OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -40,7 +42,7 @@ class ApiError(HTTPException):
     def respond(self, path: str) -> JSONResponse:
         """The answer in the format of the interface that the path belongs to."""
         body: dict[str, Any] = {"error": self.openai_error().model_dump()}
-        if path.startswith("/sdapi/"):
+        if path.startswith(WEBUI_PATHS):
             place = ["body", *(self.field or "").split(".")]
             detail = {"msg": self.detail, "type": self.code or "value_error", "loc": place}
             body = {"detail": [detail] if self.field else self.detail}
@@ -69,7 +71,8 @@ async def answer(request: Request, error: Exception) -> JSONResponse:
         error = _from_validation(error)
     assert isinstance(error, HTTPException)
     if not isinstance(error, ApiError):  # from FastAPI itself: an unknown path or method
-        error = ApiError(error.status_code, error.detail, headers=error.headers)
+        message = NO_SUCH_PATH if error.status_code == 404 else error.detail
+        error = ApiError(error.status_code, message, headers=error.headers)
     if error.status_code == 405:  # Starlette names only the methods of the path's first route
         routes = [route for route in request.app.routes if route.matches(request.scope)[0] != Match.NONE]
         error.headers = {"Allow": ", ".join(sorted({name for route in routes for name in route.methods}))}

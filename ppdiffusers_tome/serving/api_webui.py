@@ -34,6 +34,7 @@ from .protocol_webui import (
     ProgressResponse,
     ProgressState,
     QueueStatus,
+    ServerOptions,
     TextRequest,
     TwoPassRequest,
     WebuiResponse,
@@ -62,8 +63,9 @@ ERRORS = responses(protocol.WebuiErrorResponse, 413, 415, 422)
 IMAGE_ERRORS = ERRORS | responses(protocol.WebuiErrorResponse, 409, 429, 500, 503, 504)
 logger = logging.getLogger(__name__)
 
-# Paths outside of /sdapi that clients ask before they use it. Others of Gradio's pages, such as /config, and those of
-# SD.Next, such as /sdapi/v1/version, are not here: a client with an answer would take this server for one of them.
+# Paths outside of /sdapi that clients ask before they use it. By an answer to others they would take this server for
+# what it is not: one with Gradio's pages (/config), SD.Next (/sdapi/v1/version), Forge (/sdapi/v1/sd-modules), or one
+# with an extension (/controlnet/model_list). These are 404, which the clients expect of a server without them.
 probes = APIRouter(tags=["stable-diffusion-webui"])
 router = APIRouter(prefix="/sdapi/v1", tags=["stable-diffusion-webui"], route_class=JsonRoute)
 
@@ -74,7 +76,7 @@ class WebuiService:
     def __init__(self, queue: ImageQueue, config: AppConfig) -> None:
         self.queue = queue
         self.handler = RequestHandler(queue, config, NAMES)
-        self.options = Options(
+        self.options = ServerOptions(
             sd_model_checkpoint=queue.name,
             sd_vae="Automatic",
             token_merging_ratio=queue.limits.ratios[0],
@@ -308,7 +310,7 @@ async def show_progress(service: Service) -> ProgressResponse:
 
 
 @router.get("/options")
-async def show_options(service: Service) -> Options:
+async def show_options(service: Service) -> ServerOptions:
     return service.options
 
 

@@ -94,7 +94,7 @@ def create_app(queue: ImageQueue, config: AppConfig) -> FastAPI:
     app.include_router(key_routes, dependencies=key, responses=openai)
     app.include_router(api_openai.router, dependencies=key, responses=openai)
     app.include_router(api_webui.router, dependencies=key, responses=webui)
-    app.include_router(api_webui.probes, dependencies=key, responses=openai)
+    app.include_router(api_webui.probes, dependencies=key, responses=webui)
     if config.page:
         app.state.page = _read_page()
         app.include_router(page_routes)
