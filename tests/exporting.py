@@ -12,7 +12,8 @@ from filelock import FileLock
 
 from ppdiffusers_tome.export import export as export_module
 from ppdiffusers_tome.export import tracing
-from ppdiffusers_tome.export.arguments import EXPORT_FORMATS, list_sizes, make_configs
+from ppdiffusers_tome.export.arguments import list_sizes, make_configs
+from ppdiffusers_tome.export.choices import EXPORT_FORMATS
 from ppdiffusers_tome.export.export import write_export
 from ppdiffusers_tome.inference import export_pipeline, read_manifest
 

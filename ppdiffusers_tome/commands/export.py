@@ -4,18 +4,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-import paddle
-import ppdiffusers
-from paddlenlp.utils.log import logger
-
-from ..comparison.results import command_line
 from ..config import ToMeConfig
-from ..export.arguments import EXPORT_FORMATS, check_arguments, default_format
-from ..export.diffusers_layout import LAYOUTS, RUNTIMES, choose_layout
-from ..export.export import write_export
-from ..export.loading import load_for_export
+from ..export.choices import EXPORT_FORMATS, LAYOUTS
+from ..export.choices import LAYOUT_RUNTIMES as RUNTIMES
 from ..run.manifest import Manifest, is_refiner, parse_size, ratio_name
 from ..serving.prompt_file import PROMPTS
+from ..wording import command_line
 from .image_options import add_command, naming_options
 from .merge_options import add_merge_options, add_removed_options, merge_configs
 
@@ -72,6 +66,14 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _write(options: argparse.Namespace, configs: Sequence[ToMeConfig]) -> Manifest:
+    import ppdiffusers
+    from paddlenlp.utils.log import logger
+
+    from ..export.arguments import check_arguments, default_format
+    from ..export.diffusers_layout import choose_layout
+    from ..export.export import write_export
+    from ..export.loading import load_eager_pipeline
+
     sizes = [parse_size(text) for text in options.size] if options.size else None
     layout = choose_layout(options.layout, options.format, options.runtime)
     format = (options.format or default_format()) if layout is None else "onnx"
@@ -87,7 +89,7 @@ def _write(options: argparse.Namespace, configs: Sequence[ToMeConfig]) -> Manife
     )
     logger.set_level("WARNING")
     ppdiffusers.utils.logging.disable_progress_bar()
-    pipe = load_for_export(options.model, options.controlnet, safety_checker=not options.no_safety_checker)
+    pipe = load_eager_pipeline(options.model, options.controlnet, safety_checker=not options.no_safety_checker)
     return write_export(
         pipe,
         options.output,
@@ -118,6 +120,8 @@ def _describe(manifest: Manifest, folder: Path, is_layout: bool) -> str:
 
 def _next_steps(manifest: Manifest, options: argparse.Namespace) -> str:
     """What a user can do with the exported folder."""
+    import paddle
+
     device = ["--device", "gpu"] if manifest.formats == ("paddle",) and paddle.is_compiled_with_cuda() else []
     model, steps = ["--model", str(options.output), *device], []
     if _can_serve(manifest):

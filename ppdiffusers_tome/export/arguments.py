@@ -16,13 +16,13 @@ from ..errors import ParameterError, ToMeConfigError, ToMeExportError
 from ..families.grids import latent_grid
 from ..families.models import vae_factor
 from ..replacement import check_replaceable, restore
-from ..run.manifest import FORMATS, MANIFEST, READERS, TEXT_ENCODERS, Size, ratio_name
+from ..run.manifest import MANIFEST, READERS, TEXT_ENCODERS, Size, ratio_name
 from ..run.models import ExportedUNet
+from .choices import EXPORT_FORMATS
 from .conversion import check_converter
 from .diffusers_layout import DiffusersLayout, check_single, is_layout
 
 Configs: TypeAlias = tuple[ToMeConfig | None, ToMeConfig | None]  # of UNet and ControlNet; None: plain or none
-EXPORT_FORMATS = {"paddle": FORMATS[:1], "onnx": FORMATS[1:], "both": FORMATS}  # argument → formats of the programs
 NEEDED = ("unet", "vae", "scheduler", *TEXT_ENCODERS, "tokenizer", "tokenizer_2", "controlnet")  # components
 STEP = 8  # px: ppdiffusers' pipelines reject a height or width that is not a multiple of it, whatever the VAE
 

@@ -25,13 +25,11 @@ from ..run.manifest import TEXT_ENCODERS, ProgramFile, Size, ratio_name
 from ..run.onnx_weights import external_places, set_places
 from ..run.runtime import load_module
 from ..wording import method_in_words
+from .choices import LAYOUT_FORMATS, LAYOUT_RUNTIMES, LAYOUTS
 
 if TYPE_CHECKING:
     import onnx
 
-LAYOUTS = ("ppdiffusers", "diffusers")
-FORMATS = ("onnx", "openvino")  # of the models in this layout
-RUNTIMES = ("openvino", "onnxruntime")  # whose form of attention the models have; the first is the default
 MARK = "_ppdiffusers_tome"  # the entry of model_index.json by which this package knows its own folders
 # Pipelines that the loaders know, by their class in ppdiffusers, which has the same name there.
 CLASSES = (
@@ -87,10 +85,10 @@ class DiffusersLayout:
     runtime: Literal["openvino", "onnxruntime"] = "openvino"
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise ParameterError("format", self.format, f"the layout 'diffusers' has one of {[*FORMATS]}.")
-        if self.runtime not in RUNTIMES:
-            raise ParameterError("runtime", self.runtime, f"it must be one of {[*RUNTIMES]}.")
+        if self.format not in LAYOUT_FORMATS:
+            raise ParameterError("format", self.format, f"the layout 'diffusers' has one of {[*LAYOUT_FORMATS]}.")
+        if self.runtime not in LAYOUT_RUNTIMES:
+            raise ParameterError("runtime", self.runtime, f"it must be one of {[*LAYOUT_RUNTIMES]}.")
         if self.format == "openvino":
             if self.runtime != "openvino":
                 rule = "ONNX Runtime does not read files of the format 'openvino'. Leave out one of the two."
@@ -112,7 +110,7 @@ def choose_layout(layout: str, format: str | None, runtime: str | None) -> Diffu
     if layout not in LAYOUTS:
         raise ParameterError("layout", layout, f"it must be one of {[*LAYOUTS]}.")
     if layout == "diffusers":
-        return DiffusersLayout(format or FORMATS[0], runtime or RUNTIMES[0])  # type: ignore[arg-type]  # checked there
+        return DiffusersLayout(format or LAYOUT_FORMATS[0], runtime or LAYOUT_RUNTIMES[0])  # type: ignore[arg-type]  # checked there
     if runtime is not None:
         raise ParameterError(
             "runtime",

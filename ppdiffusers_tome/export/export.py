@@ -36,7 +36,6 @@ from ..run.onnx_weights import SharedWeights
 from ..run.paddle_runtime import PaddleRuntime
 from . import programs
 from .arguments import (
-    EXPORT_FORMATS,
     Configs,
     check_arguments,
     check_pipeline,
@@ -48,6 +47,7 @@ from .arguments import (
     merging_of,
     sizes_of,
 )
+from .choices import EXPORT_FORMATS
 from .conversion import Converter
 from .diffusers_layout import DiffusersLayout, check_loadable, choose_layout, text_encoders, write_layout
 from .programs import Traceable, count_residuals

@@ -10,7 +10,8 @@ from conftest import tiny_pipeline
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands.image_options import add_runtime_options, runtime_settings
-from ppdiffusers_tome.export.arguments import EXPORT_FORMATS, default_format
+from ppdiffusers_tome.export.arguments import default_format
+from ppdiffusers_tome.export.choices import EXPORT_FORMATS
 from ppdiffusers_tome.inference import (
     OnnxRuntime,
     PaddleRuntime,
@@ -19,7 +20,7 @@ from ppdiffusers_tome.inference import (
     load_pipeline,
     read_manifest,
 )
-from ppdiffusers_tome.run.pipeline import default_runtime
+from ppdiffusers_tome.run.formats import default_runtime
 from ppdiffusers_tome.serving.engine import load_engine
 
 BOTH = ("paddle", "onnx")
