@@ -61,7 +61,7 @@ from ppdiffusers_tome.comparison.results import make_result, read_json, write_re
 from ppdiffusers_tome.comparison.similarity import psnr
 from ppdiffusers_tome.export import programs, tracing
 from ppdiffusers_tome.export.conversion import Converter
-from ppdiffusers_tome.export.loading import load_for_export, model_defaults
+from ppdiffusers_tome.export.loading import load_eager_pipeline, model_defaults
 from ppdiffusers_tome.families.models import text_tokens, vae_factor
 from ppdiffusers_tome.inference import ProgramFile, Size, export_pipeline, load_pipeline
 from ppdiffusers_tome.run.folder import ExportedFolder
@@ -89,7 +89,7 @@ SHEET = ("interlace 0.5", "interlace 0.75", "interlace 0.875", "tomesd 0.5")
 @lru_cache(maxsize=1)
 def load_model(model: str) -> DiffusionPipeline:
     """A pipeline from a folder or the hub, in float32, which a process loads once; ToMeExportError if it cannot."""
-    return load_for_export(model, safety_checker=False)
+    return load_eager_pipeline(model, safety_checker=False)
 
 
 def group_of(arm: Arm) -> str:

@@ -8,12 +8,10 @@ from pathlib import Path
 
 from ..errors import ToMeConfigError
 from ..run.defaults import read_defaults
+from ..run.formats import is_gpu
 from ..run.manifest import Manifest, parse_size, read_manifest
-from ..run.runtime import is_gpu
-from ..serving.engine import load_engine
 from ..serving.jobs import MAX_STEPS, Job
 from ..serving.limits import Limits
-from ..serving.offline import generate, model_hash
 from ..serving.prompt_file import MAX_CHARACTERS, read_prompts
 from .image_options import (
     add_command,
@@ -54,6 +52,9 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def _generate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from ..serving.engine import load_engine
+    from ..serving.offline import generate, model_hash
+
     if options.batch < 1:
         raise ToMeConfigError(f"--batch {options.batch} is not allowed: it must be 1 or more")
     load_threads = threads_per_process(options)

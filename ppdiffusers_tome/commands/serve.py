@@ -18,8 +18,8 @@ from PIL import Image
 from ..cores import usable_cores
 from ..errors import ToMeConfigError, ToMeError, install_command
 from ..run.defaults import read_defaults
+from ..run.formats import is_gpu
 from ..run.manifest import Manifest, parse_size, read_manifest
-from ..run.runtime import is_gpu
 from ..serving.app_config import KEY_VARIABLE, LOCAL_HOSTS, AppConfig, dns_name
 from ..serving.engines import served_model
 from ..serving.jobs import Job

@@ -1,4 +1,4 @@
-"""What an export writes: the layout of its folder, and the formats of its programs."""
+"""What an export writes: the layout of its folder, and the formats of its programs. Read without Paddle."""
 
 import json
 from dataclasses import dataclass
@@ -7,7 +7,6 @@ from typing import TypeAlias
 
 from ..errors import ParameterError
 from ..run.manifest import FORMATS
-from ..run.runtime import load_module
 
 LAYOUTS = ("ppdiffusers", "diffusers")
 EXPORT_FORMATS = {"paddle": FORMATS[:1], "onnx": FORMATS[1:], "both": FORMATS}  # argument → formats of the programs
@@ -69,6 +68,8 @@ class DiffusersLayout:
             if self.runtime != "openvino":
                 rule = "ONNX Runtime does not read files of the format 'openvino'. Leave out one of the two."
                 raise ParameterError("runtime", self.runtime, rule)
+            from ..run.runtime import load_module  # it imports Paddle, as `default_format` does
+
             load_module("openvino")
 
     @property
@@ -113,6 +114,6 @@ def default_format() -> str:
 
     It is that of the default runtime: ONNX, or Paddle's where Paddle is a build for GPUs (paddlepaddle-gpu).
     """
-    import paddle  # not for the names above, which the command line's help lists
+    import paddle
 
     return "paddle" if paddle.is_compiled_with_cuda() else "onnx"

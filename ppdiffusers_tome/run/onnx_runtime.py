@@ -43,8 +43,6 @@ class OnnxRuntime(Runtime):
         ToMeExportError: ONNX Runtime is not installed.
     """
 
-    format = "onnx"
-
     def __post_init__(self) -> None:
         super().__post_init__()
         kind, _, index = str(self.device).partition(":")

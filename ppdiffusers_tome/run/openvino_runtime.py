@@ -31,8 +31,6 @@ class OpenVinoRuntime(Runtime):
         ToMeExportError: OpenVINO is not installed.
     """
 
-    format = "onnx"
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.precision not in PRECISIONS:

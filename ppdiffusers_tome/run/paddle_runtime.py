@@ -37,7 +37,6 @@ class PaddleRuntime(Runtime):
         ToMeConfigError: a value is not allowed, or not on this device.
     """
 
-    format = "paddle"
     onednn: bool | None = None
     optimize: bool = True
 

@@ -12,6 +12,7 @@ import ppdiffusers
 from ppdiffusers import DiffusionPipeline
 
 from ..errors import ParameterError, ToMeConfigError, ToMeError, ToMeExportError
+from .formats import check_format, default_runtime
 from .manifest import CONFIGS, CONTROLNET_CONFIG, COPIED, MANIFEST, Manifest, open_export
 from .models import ExportedControlNet, ExportedTextEncoder, ExportedUNet, ExportedVAE
 from .onnx_runtime import OnnxRuntime
@@ -84,16 +85,6 @@ def load_pipeline(
     return pipe
 
 
-def default_runtime(manifest: Manifest, device: str) -> str:
-    """The name of the default runtime for an exported folder on a device.
-
-    On a CPU that is ONNX Runtime, whose programs are faster there than those of Paddle Inference. "gpu" is a device of
-    Paddle Inference, "cuda" one of ONNX Runtime. A folder that has only one of the two formats runs in that one.
-    """
-    names = ("paddle", "onnxruntime") if str(device).partition(":")[0] == "gpu" else ("onnxruntime", "paddle")
-    return next(name for name in names if RUNTIMES[name].format in manifest.formats)
-
-
 def choose_runtime(runtime: str, **settings: Any) -> Runtime:
     """The runtime of a name, with the settings of its class.
 
@@ -111,17 +102,6 @@ def choose_runtime(runtime: str, **settings: Any) -> Runtime:
             f"{', '.join(unknown)}: runtime={runtime!r} has only the settings {', '.join(allowed)}; {remedy}."
         )
     return RUNTIMES[runtime](**settings)
-
-
-def check_format(folder: Path, manifest: Manifest, runtime: str) -> None:
-    """Raise ToMeExportError if a folder has no programs for a runtime of this name."""
-    if RUNTIMES[runtime].format not in manifest.formats:
-        missing = {"paddle": "Paddle", "onnx": "ONNX"}[RUNTIMES[runtime].format]
-        others = [name for name, other in RUNTIMES.items() if other.format in manifest.formats]
-        raise ToMeExportError(
-            f"{folder} has no {missing} programs: load it in the runtime {' or '.join(others)}, or export it with "
-            "--format both."
-        )
 
 
 def _assemble(

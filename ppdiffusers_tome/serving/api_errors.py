@@ -15,6 +15,8 @@ from .jobs import GenerationError, JobError
 from .tickets import QueueFullError, UnavailableError
 
 CLIENT_GONE = 499  # nginx's status: nobody reads this answer, it exists for the counters
+WEBUI_PATHS = ("/sdapi/", "/internal/ping", "/login_check", "/queue/status")  # of clients of stable-diffusion-webui
+NO_SUCH_PATH = "this server has no such path: /openapi.json lists its paths"
 OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -47,7 +49,7 @@ class ApiError(HTTPException):
     def respond(self, path: str) -> JSONResponse:
         """The answer in the format of the interface that the path belongs to."""
         body: dict[str, Any] = {"error": self.openai_error().model_dump()}
-        if path.startswith("/sdapi/"):
+        if path.startswith(WEBUI_PATHS):
             place = ["body", *(self.field or "").split(".")]
             detail = {"msg": self.detail, "type": self.code or "value_error", "loc": place}
             body = {"detail": [detail] if self.field else self.detail}
@@ -99,7 +101,8 @@ def api_error(error: Exception, path: str) -> ApiError:
     if isinstance(error, GenerationError):
         return ApiError(500, str(error), code="generation_failed")
     if isinstance(error, HTTPException):  # from FastAPI itself: an unknown path or method
-        return ApiError(error.status_code, error.detail, headers=error.headers)
+        message = NO_SUCH_PATH if error.status_code == 404 else error.detail
+        return ApiError(error.status_code, message, headers=error.headers)
     return internal_error()
 
 

@@ -37,6 +37,7 @@ from .protocol_webui import (
     ProgressResponse,
     ProgressState,
     QueueStatus,
+    ServerOptions,
     TextRequest,
     TwoPassRequest,
     WebuiResponse,
@@ -52,8 +53,9 @@ ERRORS = responses(protocol.WebuiErrorResponse, 413, 415, 422)
 IMAGE_ERRORS = ERRORS | responses(protocol.WebuiErrorResponse, 409, 429, 500, 503, 504)
 logger = logging.getLogger(__name__)
 
-# Paths outside of /sdapi that clients ask before they use it. Others of Gradio's pages, such as /config, and those of
-# SD.Next, such as /sdapi/v1/version, are not here: a client with an answer would take this server for one of them.
+# Paths outside of /sdapi that clients ask before they use it. By an answer to others they would take this server for
+# what it is not: one with Gradio's pages (/config), SD.Next (/sdapi/v1/version), Forge (/sdapi/v1/sd-modules), or one
+# with an extension (/controlnet/model_list). These are 404, which the clients expect of a server without them.
 probes = APIRouter(tags=["stable-diffusion-webui"])
 router = APIRouter(prefix="/sdapi/v1", tags=["stable-diffusion-webui"], route_class=JsonRoute)
 
@@ -64,7 +66,7 @@ class WebuiService:
     def __init__(self, model: ServedModel, queue: JobQueue, metrics: Metrics, config: AppConfig) -> None:
         self.model, self.queue, self.metrics = model, queue, metrics
         self.handler = RequestHandler(model, queue, config)
-        self.options = Options(
+        self.options = ServerOptions(
             sd_model_checkpoint=model.name,
             sd_vae="Automatic",
             token_merging_ratio=model.limits.ratios[0],
@@ -227,7 +229,7 @@ def image_routes(service: WebuiService) -> APIRouter:
         """Generate images from an image."""
         return await _respond(request, service, body, body.init_images[0])
 
-    @routes.get("/options", response_model=requests.options)
+    @routes.get("/options", response_model=ServerOptions)
     async def show_options() -> Response:
         return json_response(service.options)
 

@@ -85,7 +85,7 @@ def create_app(model: ServedModel, pool: EnginePool, metrics: Metrics, config: A
         app.include_router(router, dependencies=key, responses=openai)
     for router in (api_webui.image_routes(app.state.webui), api_webui.router):
         app.include_router(router, dependencies=key, responses=webui)
-    app.include_router(api_webui.probes, dependencies=key, responses=openai)
+    app.include_router(api_webui.probes, dependencies=key, responses=webui)
     if config.page:
         app.state.page = _read_page()
         app.include_router(page_routes)

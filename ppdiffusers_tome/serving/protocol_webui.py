@@ -75,6 +75,12 @@ class Options(Lenient):
     CLIP_stop_at_last_layers: int | None = None
 
 
+class ServerOptions(Options):
+    """The server's options, with those that cannot change."""
+
+    samples_format: Literal["png"] = "png"  # KoboldAI Lite uses no server whose options lack it
+
+
 def _is_off(script: Any) -> bool:
     """Whether a script does nothing with the arguments that a client sends for it.
 

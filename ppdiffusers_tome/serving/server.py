@@ -54,6 +54,7 @@ def serve(
         ToMeConfigError: the server cannot listen on the address.
     """
     server = DrainingServer(app, pool, seconds, keep_alive)
+    logger.addFilter(_is_about_this_server)
     listener = listen(host, port)
     if on_ready is not None:
         server.on_ready = partial(on_ready, url_of(host, listener.getsockname()[1]))
@@ -93,6 +94,11 @@ def listen(host: str, port: int) -> socket.socket:
         is_in_use = isinstance(error, OSError) and error.errno == EADDRINUSE
         remedy = ". Choose another port, or 0 for a free one." if is_in_use else ""
         raise ToMeConfigError(f"cannot listen on {host}, port {port}: {error}{remedy}") from error
+
+
+def _is_about_this_server(record: logging.LogRecord) -> bool:
+    """Whether a line of the log is not uvicorn's advice to install a library of websockets: this server has none."""
+    return not record.getMessage().startswith("No supported WebSocket library")
 
 
 class DrainingServer(uvicorn.Server):

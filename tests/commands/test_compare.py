@@ -428,7 +428,7 @@ def test_image_to_image(model, exported_folder, tmp_path):
 def test_a_pipeline_that_cannot_be_compared_is_an_error_before_it_is_loaded(
     name, reason, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(compare_command, "load_for_export", None)
+    monkeypatch.setattr(compare_command, "load_eager_pipeline", None)
     monkeypatch.delattr("paddle.nn.functional.scaled_dot_product_attention_")
     output = tmp_path / "outputs"
     assert main(["compare", "--model", str(EMOJI_SD.parent / "tiny" / name), "--output", str(output)]) == 2
@@ -436,7 +436,7 @@ def test_a_pipeline_that_cannot_be_compared_is_an_error_before_it_is_loaded(
 
 
 def test_a_controlnet_of_another_family_is_an_error_before_it_is_loaded(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(compare_command, "load_for_export", None)
+    monkeypatch.setattr(compare_command, "load_eager_pipeline", None)
     options = ["--model", str(EMOJI_SD.parent / "tiny" / "sdxl"), "--output", str(tmp_path / "outputs")]
     options += ["--controlnet", str(EMOJI_SD / "controlnet"), "--image", str(EMOJI_SD / "fox.png")]
     assert main(["compare", *options]) == 2
@@ -521,7 +521,7 @@ def test_command_with_a_controlnet(tmp_path, capsys):
     ],
 )
 def test_wrong_option_is_an_error_before_anything_is_loaded(options, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(compare_command, "load_for_export", None)
+    monkeypatch.setattr(compare_command, "load_eager_pipeline", None)
     given = options if "--model" in options else ["--model", str(EMOJI_SD), *options]
     assert main(["compare", "--output", str(tmp_path / "outputs"), *given]) == 2
     assert re.search(message, capsys.readouterr().err) and not list(tmp_path.iterdir())

@@ -8,7 +8,13 @@ import pytest
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.commands.merge_options import add_merge_options, merge_configs, parse_settings, read_methods
+from ppdiffusers_tome.commands.merge_options import (
+    SETTINGS_OF_2,
+    add_merge_options,
+    merge_configs,
+    parse_settings,
+    read_methods,
+)
 from ppdiffusers_tome.methods import METHODS
 
 TUNED = ToMeConfig(ratio=0.6, method="tomesd", seed=4, min_tokens=1024)
@@ -188,6 +194,11 @@ def test_options_of_2_name_what_replaced_them(option, message, capsys):
     with pytest.raises(SystemExit):
         main(["export", "--help"])
     assert option.split()[0] not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", SETTINGS_OF_2.values())
+def test_what_replaced_an_option_of_2_is_allowed(text):
+    assert ToMeConfig(**parse_settings(text.format(value=4)))
 
 
 @pytest.mark.parametrize(

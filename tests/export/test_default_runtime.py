@@ -8,7 +8,6 @@ import pytest
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.commands import export as export_command
 from ppdiffusers_tome.commands.image_options import add_runtime_options, runtime_settings
 from ppdiffusers_tome.export import export as export_module
 from ppdiffusers_tome.export.layouts import EXPORT_FORMATS, default_format
@@ -20,7 +19,7 @@ from ppdiffusers_tome.inference import (
     load_pipeline,
     read_manifest,
 )
-from ppdiffusers_tome.run.pipeline import default_runtime
+from ppdiffusers_tome.run.formats import default_runtime
 from ppdiffusers_tome.serving.engine import load_engine
 
 BOTH = ("paddle", "onnx")
@@ -106,8 +105,7 @@ def test_format_by_the_build_of_paddle(is_gpu_build, name, monkeypatch):
 
 def test_export_writes_the_default_format(tiny, tmp_path, monkeypatch):
     requested = []
-    for module in (export_module, export_command):
-        monkeypatch.setattr(module, "write_export", lambda pipe, request: requested.append(request) or exit())
+    monkeypatch.setattr(export_module, "write_export", lambda pipe, request: requested.append(request) or exit())
     tiny.save_pretrained(str(tmp_path / "model"))
     command = ["export", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "command"), "--ratio", "0"]
     for start in (lambda: export_pipeline(tiny, tmp_path / "python", 0, [(32, 32)]), lambda: main(command)):

@@ -35,8 +35,7 @@ from zoo.parts import (
 
 from ppdiffusers_tome import ToMeConfigError, ToMeExportError
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.commands import export as export_command
-from ppdiffusers_tome.export import diffusers_layout
+from ppdiffusers_tome.export import diffusers_layout, loading
 from ppdiffusers_tome.export import export as export_module
 from ppdiffusers_tome.export.layouts import MARK, MODEL_FORMATS, DiffusersLayout
 from ppdiffusers_tome.export.tracing import relative_difference
@@ -405,7 +404,7 @@ def test_an_existing_folder_is_only_replaced_by_request(onnx_folder, plain_form,
 
 
 def test_the_command_checks_options_before_it_loads_the_model(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(export_command, "load_for_export", lambda *_, **__: pytest.fail("it loads the model"))
+    monkeypatch.setattr(loading, "load_eager_pipeline", lambda *_, **__: pytest.fail("it loads the model"))
     command = ["export", "--model", "x/y", "--output", str(tmp_path / "out"), "--layout", "diffusers"]
     for options, words in (
         (["--ratio", "0.5", "0"], "--ratio 0.5 0 is not allowed: the layout 'diffusers' has one UNet"),

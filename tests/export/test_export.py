@@ -26,10 +26,9 @@ from zoo.parts import ONE_LEVEL, controlnet, stable_diffusion, unet
 from ppdiffusers_tome import NoMergeableLayerError, ToMeConfig, ToMeConfigError, ToMeExportError, replacement
 from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.commands import export as export_command
 from ppdiffusers_tome.export import export as export_module
-from ppdiffusers_tome.export import programs, tracing
-from ppdiffusers_tome.export.loading import require_model_folder
+from ppdiffusers_tome.export import loading, programs, tracing
+from ppdiffusers_tome.export.loading import load_eager_pipeline, require_model_folder
 from ppdiffusers_tome.export.request import DenoiserMerging, list_merging, list_sizes
 from ppdiffusers_tome.export.tracing import TOLERANCE, relative_difference
 from ppdiffusers_tome.inference import (
@@ -602,7 +601,7 @@ def test_command_rejects(options, message, tmp_path, capsys):
     ],
 )
 def test_command_checks_its_options_before_it_loads_the_model(options, message, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(export_command, "load_for_export", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(loading, "load_eager_pipeline", lambda *_: pytest.fail("the model was loaded"))
     assert main(["export", "--model", "x/y", "--output", str(tmp_path / "new" / "out"), *options]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -637,3 +636,17 @@ def test_a_model_folder_is_required(exported_folder, tmp_path):
     }.items():
         with pytest.raises(ToMeConfigError, match=f"^{folder} {reason}"):
             require_model_folder(folder)
+
+
+def test_only_a_pipeline_that_can_have_a_safety_checker_is_loaded_without_one(monkeypatch):
+    """The others would log that they ignore the argument."""
+    asked = {}
+
+    def record(model, **arguments):
+        asked[Path(model).name] = {name for name in arguments if "safety_checker" in name}
+
+    monkeypatch.setattr(loading.DiffusionPipeline, "from_pretrained", record)
+    examples = Path(__file__).parents[2] / "examples"
+    for model in ("tiny/sdxl", "emoji_sd"):
+        load_eager_pipeline(str(examples / model), safety_checker=False)
+    assert asked == {"sdxl": set(), "emoji_sd": {"safety_checker", "requires_safety_checker"}}

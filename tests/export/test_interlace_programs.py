@@ -11,7 +11,7 @@ from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.attach import passes
 from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.commands import export as export_command
+from ppdiffusers_tome.export import export as export_module
 from ppdiffusers_tome.export import programs, tracing
 from ppdiffusers_tome.export.conversion import Converter
 from ppdiffusers_tome.families.models import find_blocks
@@ -121,7 +121,7 @@ def test_an_onnx_program_has_a_gather_of_tokens_and_one_of_indices_in_each_block
 def test_the_command_without_a_method_exports_interlace(options, ratios, tiny, tmp_path, monkeypatch):
     """At 0.75, or at the ratios that are named."""
     requested = []
-    monkeypatch.setattr(export_command, "write_export", lambda pipe, request: requested.append(request) or exit())
+    monkeypatch.setattr(export_module, "write_export", lambda pipe, request: requested.append(request) or exit())
     tiny.save_pretrained(str(tmp_path / "model"))
     with pytest.raises(SystemExit):
         main(["export", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "out"), *options])

@@ -20,7 +20,7 @@ import requests
 import webuiapi
 from PIL import Image
 from serving_support import IMAGE, LIMITS, TEXT, serving, until
-from webui_requests import CLIENTS, IMAGE_CLIENTS, IMAGE_DEFAULTS, INFO_TYPES, TEXT_DEFAULTS
+from webui_requests import CLIENTS, IMAGE_CLIENTS, IMAGE_DEFAULTS, INFO_TYPES, PROBES, TEXT_DEFAULTS
 
 from ppdiffusers_tome.run.manifest import Size
 from ppdiffusers_tome.serving.api_webui import MAX_LOGGED_NAMES
@@ -257,7 +257,9 @@ def test_webui_probes():
     """Discord bots, front ends and IntraPaint ask these before they use the API. Others would be untrue."""
     with serving(config=AppConfig(api_key="secret")) as other:
         for path in ("/internal/ping", "/login_check", "/queue/status"):
-            assert other.http.get(path).status_code == 401
+            refused = other.http.get(path)
+            assert (refused.status_code, refused.json()) == (401, {"detail": "the API key is missing or wrong"})
+            assert refused.headers["WWW-Authenticate"].startswith("Basic")
             assert other.http.get(path, auth=("any", "secret")).status_code == 200
     with serving(capacity=3, batch_wait=0) as server, ThreadPoolExecutor(2) as pool:
         assert [server.http.get(path).json() for path in ("/internal/ping", "/login_check")] == [{}, None]
@@ -272,7 +274,7 @@ def test_webui_probes():
         assert status["queue_size"] == 1 and status["queue_eta"] > 0
         server.engine.gate.set()
         assert [one.result().status_code for one in requests] == [200, 200]
-        for path in ("/config", "/app_id", "/sdapi/v1/version", "/sdapi/v1/status"):
+        for path in ("/config", "/app_id", "/info", "/sdapi/v1/version", "/sdapi/v1/status"):
             assert server.http.get(path).status_code == 404, path
 
 
@@ -443,7 +445,7 @@ def test_webui_default_size(webui):
 
 def test_webui_options(webui, server):
     ratios = {"token_merging_ratio": 0.5, "token_merging_ratio_hr": 0.0, "token_merging_ratio_img2img": 0.0}
-    others = {"sd_vae": "Automatic", "CLIP_stop_at_last_layers": 1}
+    others = {"sd_vae": "Automatic", "CLIP_stop_at_last_layers": 1, "samples_format": "png"}
     assert webui.get_options() == {"sd_model_checkpoint": "fake", **ratios, **others}
     webui.set_options(webui.get_options())
     webui.util_set_model("fake")
@@ -556,6 +558,29 @@ def test_webui_defaults_are_accepted(open_server, path, defaults, nulls):
     if not nulls:
         echoed = {name: answered["parameters"][name] for name in defaults}
         assert echoed == defaults, "without the image, for which it does not ask"
+
+
+@pytest.mark.parametrize("client", PROBES)
+def test_webui_clients_find_what_they_look_for(open_server, client):
+    for path, fields in PROBES[client].items():
+        answer = open_server.http.get(path)
+        if fields == 404:
+            assert answer.status_code == 404 and "/openapi.json" in answer.text, path
+            assert answer.json().keys() <= {"detail", "error"}, "clients look for fields in it, and find none"
+            continue
+        assert answer.status_code == 200, path
+        for name in fields:
+            for entry in answer.json() if isinstance(answer.json(), list) else [answer.json()]:
+                for part in name.split("."):
+                    assert part in entry, (path, name)
+                    entry = entry[part]
+
+
+def test_webui_models_that_clients_choose_from(open_server):
+    """They select the entry whose title is the current model, and take a server without models for a broken one."""
+    models, options = (open_server.http.get(f"/sdapi/v1/{name}").json() for name in ("sd-models", "options"))
+    assert [one["title"] for one in models] == [options["sd_model_checkpoint"]] == ["fake"]
+    assert options["samples_format"] == "png", "without it, KoboldAI Lite reports that no server is there"
 
 
 @pytest.mark.parametrize("client", CLIENTS)

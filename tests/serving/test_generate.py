@@ -418,7 +418,7 @@ def test_an_error_is_one_line_before_anything_is_written(tmp_path, exported_fold
 def test_exit_status_of_a_failed_image(tmp_path, exported_folder, capsys, monkeypatch):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a\nexplode")
-    monkeypatch.setattr("ppdiffusers_tome.commands.generate.load_engine", lambda *options, **verify: Painter())
+    monkeypatch.setattr("ppdiffusers_tome.serving.engine.load_engine", lambda *options, **verify: Painter())
     assert main(command(prompts, exported_folder, tmp_path / "out")) == 1
     printed = capsys.readouterr()
     assert "1 made, 0 skipped (already there), 1 failed of 2" in printed.out

@@ -10,13 +10,16 @@ import sys
 import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 import uvicorn
 from serving_support import OPENAI, read_answer, serving, until
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ppdiffusers_tome.serving.app_config import AppConfig
+from ppdiffusers_tome.serving.server import _is_about_this_server
 
 ROOT = Path(__file__).parents[2]
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -182,3 +185,12 @@ def test_answers_are_sent_without_delay():
         server.http.get("/health")
         (connection,) = server.server.server_state.connections
         assert connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_uvicorns_advice_about_websockets_is_not_logged(caplog):
+    """It names packages to install, and no route has websockets. That a client asked for one is logged."""
+    server = logging.getLogger("a server")
+    server.addFilter(_is_about_this_server)
+    connection = SimpleNamespace(logger=server, _should_upgrade_to_ws=lambda: False)
+    H11Protocol._unsupported_upgrade_warning(connection)
+    assert caplog.messages == ["Unsupported upgrade request."]
