@@ -1,4 +1,4 @@
-"""The queue of jobs, without a thread or an engine: places, batches, order, waiting times, and what calls become."""
+"""The queue keeps places, order, batches and waiting times of jobs. There is no thread and no engine."""
 
 import asyncio
 import threading
