@@ -134,9 +134,7 @@ class Running:
 
 
 @contextmanager
-def serving(
-    engine=None, limits=LIMITS, config=None, load=None, name="fake", seconds=120, port=0, sampler="DDIM", **options
-):
+def serving(engine=None, limits=LIMITS, config=None, load=None, name="fake", seconds=120, port=0, **options):
     """A ready server on 127.0.0.1, on a free port unless one is given, closed at the end.
 
     `options` are those of the queue and of the pool.
@@ -145,7 +143,7 @@ def serving(
     queue_options = {key: options.pop(key) for key in ("capacity", "max_batch", "batch_wait") if key in options}
     pool = EnginePool(load or (lambda: engine), JobQueue(metrics, **queue_options), metrics, **options)
     config = replace(config or AppConfig(steps=2), hosts=("x",))  # the Host header of requests written by hand
-    app = create_app(ServedModel(name, sampler, FakeEngine.methods, limits), pool, metrics, config)
+    app = create_app(ServedModel(name, engine.sampler, engine.methods, limits), pool, metrics, config)
     listener = listen("127.0.0.1", port)
     port = listener.getsockname()[1]  # before the start: a server whose model does not load closes it
     server = DrainingServer(app, pool, seconds, config.keep_alive_seconds)

@@ -234,7 +234,7 @@ def samplers_of(sampler: str) -> list[str]:
 
 def requests_for(model: ServedModel) -> WebuiRequests:
     """The models of requests for an export."""
-    limits = model.limits
+    limits, allowed = model.limits, model.limits.types
     fixed_sampler = "requests cannot change the exported scheduler: see /sdapi/v1/samplers"
     sampler = choice_type(str, samplers_of(model.sampler), lambda value: fixed_sampler)
     one_model = f"this server has one model: {model.name}"
@@ -243,7 +243,7 @@ def requests_for(model: ServedModel) -> WebuiRequests:
         Options,
         {
             "sd_model_checkpoint": choice_type(str, ("", model.name), lambda value: one_model),
-            "token_merging_ratio": limits.types["ratio"],
+            "token_merging_ratio": allowed["ratio"],
             "token_merging_ratio_hr": zero_or_ratio,
             "token_merging_ratio_img2img": zero_or_ratio,
         },
@@ -254,10 +254,10 @@ def requests_for(model: ServedModel) -> WebuiRequests:
         return choice_type(int, sorted({*sides}), lambda value: f"{value!s:.20} {reason}")
 
     types = {
-        **{name: limits.types[name] for name in ("prompt", "negative_prompt", "steps")},
-        "cfg_scale": limits.types["guidance_scale"],
-        "batch_size": limits.types["images"],
-        "n_iter": limits.types["images"],
+        **{name: allowed[name] for name in ("prompt", "negative_prompt", "steps")},
+        "cfg_scale": allowed["guidance_scale"],
+        "batch_size": allowed["images"],
+        "n_iter": allowed["images"],
         "width": side_type(size.width for size in limits.sizes),
         "height": side_type(size.height for size in limits.sizes),
         "sampler_name": sampler,

@@ -32,7 +32,7 @@ LOADING = ("the server is not ready: loading", 5)
 
 
 class JobQueue:
-    """Waiting jobs and running calls. Jobs are refused until `open`. All methods but `submit` may be called anywhere.
+    """Waiting jobs and running calls. Jobs are refused until `open`. All methods but `submit` may run in any thread.
 
     Args:
         metrics: counts the images.

@@ -123,12 +123,8 @@ def test_openai_edits_with_a_stream_and_a_url(client):
 
 def test_openai_edit_errors(client):
     for change, param, message in (
-        ({"image": [red(), red()]}, "image", "one file, and 2 were sent"),
         ({"image": b"no image"}, "image", "none of PNG"),
         ({"mask": red()}, "mask", "masks are not supported"),
-        ({"size": "1024x1024"}, "size", "'1024x1024' was not exported: it must be one of auto, 64x48, 64x64"),
-        ({"n": 9}, "n", "it must be 1 to 3"),
-        ({"extra_body": {"colour": "red"}}, "colour", "no such field"),
     ):
         with pytest.raises(openai.UnprocessableEntityError, match=message) as caught:
             client.images.edit(**{"image": red(), "prompt": "fox", **change})

@@ -1,4 +1,4 @@
-"""Real images from an exported model: the engine, alone and in a batch, and the command `serve`."""
+"""An engine's images are those of the pipeline, whatever is in their batch; and `serve` starts, refuses and stops."""
 
 import base64
 import io
@@ -341,7 +341,7 @@ def test_health_reports_an_export_that_was_replaced(exported_folder, tmp_path):
 # The command
 
 
-def test_serve_in_its_own_process(exported_folder, tmp_path):
+def test_serve_in_its_own_process(exported_folder, engine, tmp_path):
     """Start, open the page, answer OpenAI's client, SIGTERM during a request: it is answered, the next refused.
 
     The log says when it is ready, after the model is loaded, and what is at its address.
@@ -375,7 +375,6 @@ def test_serve_in_its_own_process(exported_folder, tmp_path):
             answer = client.images.generate(prompt=JOB.prompt, size="48x32", n=2, model=model, extra_body=fields)
             image = Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json)))
             assert json.loads(image.text["ppdiffusers_tome"])["seed"] == 3
-            engine = load_engine(exported_folder, threads=1)
             assert difference(engine.generate([JOB])[0], image) <= 1
             edited = client.images.edit(
                 image=base64.b64decode(answer.data[0].b64_json),

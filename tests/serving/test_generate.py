@@ -1,4 +1,4 @@
-"""Offline generation: prompt files, batches, and resuming a run that was killed."""
+"""`generate` reads prompt files as it says, and a run that was killed continues with the same bytes."""
 
 import io
 import json

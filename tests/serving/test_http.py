@@ -833,16 +833,6 @@ def test_lifespan_and_websockets_in_another_server(config, caplog):
 # Hosts and origins
 
 
-def test_allowed_hosts(server):
-    for host in ("localhost", "127.0.0.1:80", "[::1]:80", "x"):
-        assert server.http.get("/health", headers={"Host": host}).status_code == 200
-    for host in ("evil.example", "127.0.0.1.evil.example", ""):
-        assert server.http.get("/v1/models", headers={"Host": host}).status_code == 400
-    with serving(config=AppConfig(api_key=KEY)) as other:
-        headers = {"Host": "any.example", "Authorization": f"Bearer {KEY}"}
-        assert other.http.get("/v1/models", headers=headers).status_code == 200, "with a key, any host is allowed"
-
-
 def test_probes_by_any_name_of_the_server(server):
     """A kubelet uses the pod's address, and a load balancer may send no name. Nothing else answers them."""
     for host in ("10.42.0.17:8000", "[fd00::17]:8000", "evil.example", ""):
@@ -930,22 +920,24 @@ def test_preflight_of_a_private_network(origin):
         assert allows not in preflight(server, "https://good.example").headers
         put = preflight(server, "https://good.example", method="PUT", **{asked: "true"})
         assert put.status_code == 405 and allows not in put.headers
+        assert put.headers["allow"] == "POST" and put.json()["error"]["message"]
+        assert put.headers["access-control-allow-origin"] == origin
         if origin != "*":
             evil = preflight(server, "https://evil.example", **{asked: "true"})
             assert evil.status_code == 403 and allows not in evil.headers
 
 
 def test_other_origins_are_refused(server):
+    """In JSON, also their preflights, which Starlette would answer in plain text."""
     page = {"Origin": "https://evil.example"}
-    for path in (OPENAI, EDITS, TEXT, "/sdapi/v1/interrupt", "/sdapi/v1/options"):
-        for answer in (
-            server.post(path, {"prompt": "fox"}, headers=page),
-            preflight(server, page["Origin"], path=path),
-        ):
+    for path in (OPENAI, EDITS, TEXT, "/sdapi/v1/interrupt", "/sdapi/v1/options", "/sdapi/v1/nosuch"):
+        asked, sent = preflight(server, page["Origin"], path=path), server.post(path, {"prompt": "fox"}, headers=page)
+        for answer in (asked, sent):
             assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
             body = answer.json()
             message = body["error"]["message"] if path.startswith("/v1/") else body["detail"]
             assert "--allow-origin" in message and "'https://evil.example'" in message
+    assert server.count("requests_total", endpoint="other", status="403") >= 2
 
 
 @pytest.mark.parametrize(
@@ -962,19 +954,6 @@ def test_refused_origin_is_named_with_a_remedy_that_works(server, origin, remedy
     assert error["message"].startswith(f"web pages of {origin!r} are not allowed: {remedy}")
     if "--allow-origin" in error["message"]:
         assert AppConfig(origins=(origin,)).is_allowed_origin(origin)
-
-
-def test_refusals_of_preflights_are_json():
-    """Starlette's own are plain text. A page of an allowed origin may read them."""
-    with serving(config=AppConfig(origins=("https://good.example",))) as server:
-        for path, counted in ((OPENAI, OPENAI), ("/sdapi/v1/nosuch", "other")):
-            evil = preflight(server, "https://evil.example", path=path)
-            assert evil.status_code == 403 and "'https://evil.example'" in evil.text and "--allow-origin" in evil.text
-            assert ("error" if path == OPENAI else "detail") in evil.json()
-            assert server.count("requests_total", endpoint=counted, status="403") == 1
-        put = preflight(server, "https://good.example", method="PUT")
-        assert put.status_code == 405 and put.headers["allow"] == "POST" and put.json()["error"]["message"]
-        assert put.headers["access-control-allow-origin"] == "https://good.example"
 
 
 def test_bugs_outside_of_the_checks_are_json(monkeypatch):

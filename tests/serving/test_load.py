@@ -1,4 +1,4 @@
-"""A server with more requests than it can answer at once: 429, 503 and 504, clients that leave, and the shutdown."""
+"""Every request gets an answer while others wait, fail or leave: 429, 500, 503 and 504, also during the shutdown."""
 
 import socket
 import threading

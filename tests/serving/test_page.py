@@ -1,4 +1,4 @@
-"""The page for browsers, in a real one: against the server with the bundled model, and with an engine of colours.
+"""The page works in a real browser: against the server with the bundled model, and with an engine of colours.
 
 The tests are skipped where there is no browser: apt-get install chromium, or name one with CHROMIUM=...
 """

@@ -1,4 +1,4 @@
-"""The page's scripts that need no document, in Node's own test runner: tests/serving/page/*.test.js."""
+"""The page's scripts that need no document pass their tests in Node: tests/serving/page/*.test.js."""
 
 import json
 import shutil

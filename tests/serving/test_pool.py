@@ -1,4 +1,4 @@
-"""The pool of engines, with calls that no queue makes: threads, loading, scaling, lost engines and health."""
+"""The pool loads, scales, replaces and watches its engines. Its calls come from a stand-in for the queue."""
 
 import threading
 from math import inf, nan
@@ -238,6 +238,7 @@ def test_a_failed_call_is_repeated_job_by_job(start):
     call = pool.queue.give(Call(prompt("fox"), prompt("explode")))
     until(lambda: call.is_done and not pool.queue.waiting and not pool.queue.running)
     assert call.outcomes == ["repeated"]
+    assert isinstance(run(pool, prompt("damaged")), GenerationError)
     for _ in range(6):
         assert isinstance(run(pool, prompt("explode")), RuntimeError)
     until(lambda: pool.made[0].calls[-1][0].prompt == "")
@@ -478,8 +479,3 @@ def test_closing_does_not_wait_for_an_engine_that_is_stuck():
     assert not pool.close(0.05)
     engine.gate.set()
     assert pool.close(60)
-
-
-def test_failures_reach_the_call(start):
-    pool = start()
-    assert isinstance(run(pool, prompt("damaged")), GenerationError)

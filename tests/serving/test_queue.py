@@ -1,13 +1,14 @@
-"""The queue of jobs, without a thread or an engine: places, batches, order, waiting times, and what calls become."""
+"""The queue keeps places, order, batches and waiting times of jobs. There is no thread and no engine."""
 
 import asyncio
+import threading
 from contextlib import contextmanager
 from dataclasses import replace
 from math import nan
 
 import pytest
 from PIL import Image
-from serving_support import Clock
+from serving_support import Clock, until
 
 from ppdiffusers_tome.errors import ParameterError
 from ppdiffusers_tome.run.manifest import Size
@@ -141,6 +142,17 @@ def test_places_are_those_of_waiting_images():
         queue.deliver(call, images_of(call))
         submit.turn()
         assert running.result()[0].getpixel((0, 0)) == (0, 0, 0)
+
+
+def test_an_image_that_is_decoded_has_its_place():
+    queue, may_load = make(capacity=2), threading.Event()
+    with requests(queue) as submit:
+        decoding = submit(JOB, load_image=lambda: may_load.wait(20) and START)
+        assert isinstance(submit(JOB, JOB).exception(), QueueFullError) and not queue.is_idle
+        assert queue.next_call(0) is None and not decoding.done()
+        may_load.set()
+        until(lambda: submit.turn() or queue.progress().waiting)
+        assert queue.next_call(0).jobs[0].image is START
 
 
 def test_an_image_that_cannot_be_decoded_frees_its_place():

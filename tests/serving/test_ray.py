@@ -1,4 +1,4 @@
-"""Serving and generation on Ray, also with engines that are killed. Only `make test-ray` runs it; it takes minutes."""
+"""On Ray, engines and nodes that die lose no request and no prompt. Only `make test-ray` runs it; it takes minutes."""
 
 import argparse
 import gc

@@ -1,4 +1,4 @@
-"""Connections and signals: clients that read nothing or stop sending, and the shutdown."""
+"""The server ends in time, whatever its clients and its engine do: those that read nothing, stop sending or hang."""
 
 import logging
 import os
