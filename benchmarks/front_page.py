@@ -13,10 +13,10 @@ from statistics import median
 from alternatives import RESULTS, image_seconds
 from lab.arm import Arm
 from lab.quality.sheets import evenly_spaced
+from lab.result_files import read_json
 from PIL import Image, ImageDraw, ImageFont
 
 from ppdiffusers_tome import ToMeConfig
-from ppdiffusers_tome.comparison.results import read_json
 
 OUTPUT = Path(__file__).parents[1] / "docs" / "pairs.jpg"
 ARMS = (Arm(), Arm(ToMeConfig(0.75)))
