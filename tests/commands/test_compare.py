@@ -21,6 +21,7 @@ from PIL import Image
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import compare as compare_command
+from ppdiffusers_tome.commands import compare_options
 from ppdiffusers_tome.commands.merge_options import all_configs, merge_configs
 from ppdiffusers_tome.comparison import environment, fonts
 from ppdiffusers_tome.comparison.arms import ComparedArm, Figures, Scene, compare, make_table, most_steps
@@ -268,7 +269,7 @@ def test_a_model_without_prompts_is_reported_with_the_option_that_names_others(m
 
 def parse(*given):
     parser = argparse.ArgumentParser()
-    compare_command.add(parser.add_subparsers())
+    compare_options.add(parser.add_subparsers())
     return parser.parse_args(["compare", *given])
 
 

@@ -39,6 +39,7 @@ from ppdiffusers_tome import ToMeConfigError, ToMeExportError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.export import diffusers_layout, loading
 from ppdiffusers_tome.export import export as export_module
+from ppdiffusers_tome.export.choices import LAYOUT_FORMATS
 from ppdiffusers_tome.export.diffusers_layout import MARK, DiffusersLayout
 from ppdiffusers_tome.export.tracing import relative_difference
 from ppdiffusers_tome.inference import export_pipeline, read_manifest
@@ -319,7 +320,7 @@ def test_the_readme_passes_what_the_class_takes(onnx_folder, tmp_path):
         assert f'ORT{cls.__name__}.from_pretrained("FOLDER")' in readme and call in readme
 
 
-@pytest.mark.parametrize("format", diffusers_layout.FORMATS)
+@pytest.mark.parametrize("format", LAYOUT_FORMATS)
 def test_the_readme_has_the_models_own_prompt_steps_and_guidance(format):
     """Those of the library would give broken images of a model that knows few words."""
     pipe, about = tiny_pipeline(), {"size": "256x256", "ratio": 0.5, "method": "tomesd", "version": "3"}
