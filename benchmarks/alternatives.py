@@ -41,6 +41,8 @@ from lab.plotting import (
 from lab.quality.image_sets import Evaluation, with_seeds
 from lab.quality.networks import st_lpips
 from lab.quality.sheets import evenly_spaced, write_sheet
+from lab.result_files import make_result, read_json
+from lab.timing import quartiles, time_in_turns
 from matplotlib.figure import Figure
 from paddle import nn
 from paddle.utils import flatten, pack_sequence_as
@@ -55,9 +57,9 @@ from ppdiffusers import (
 
 from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.attach.attach import attach
-from ppdiffusers_tome.comparison.clock import Gain, gain, quartiles, time_in_turns
+from ppdiffusers_tome.comparison.clock import Gain, gain
 from ppdiffusers_tome.comparison.environment import commit, describe_environment
-from ppdiffusers_tome.comparison.results import make_result, read_json, write_result
+from ppdiffusers_tome.comparison.results import write_result
 from ppdiffusers_tome.comparison.similarity import psnr
 from ppdiffusers_tome.export import programs, tracing
 from ppdiffusers_tome.export.conversion import Converter

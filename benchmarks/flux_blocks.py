@@ -30,14 +30,16 @@ import paddle
 import paddle.nn.functional as F
 import ppdiffusers
 from lab.arm import Arm
+from lab.result_files import make_result
 from lab.speed.cases import MEASURED, Case, Measurement
+from lab.timing import time_in_turns
 from paddle import nn
 
 import ppdiffusers_tome
 from ppdiffusers_tome import ToMeConfig
-from ppdiffusers_tome.comparison.clock import gain, time_in_turns
+from ppdiffusers_tome.comparison.clock import gain
 from ppdiffusers_tome.comparison.environment import describe_environment
-from ppdiffusers_tome.comparison.results import make_result, write_result
+from ppdiffusers_tome.comparison.results import write_result
 from ppdiffusers_tome.families.models import find_blocks
 from ppdiffusers_tome.grid import Grid
 

@@ -16,11 +16,11 @@ import ppdiffusers_tome  # noqa: F401 - before paddle
 import numpy as np
 import paddle
 from alternatives import RESULTS
+from lab.result_files import read_json
 from PIL import Image, ImageDraw, ImageFont
 from ppdiffusers import StableDiffusionPipeline
 
 from ppdiffusers_tome import ToMeConfig
-from ppdiffusers_tome.comparison.results import read_json
 
 ROOT = Path(__file__).parents[1]
 OUTPUT = ROOT / "docs" / "pairs.jpg"

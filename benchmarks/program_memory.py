@@ -29,10 +29,11 @@ from typing import Any
 import paddle
 import requests
 from lab.markdown import table
+from lab.result_files import make_result, read_json
 from lab.speed.architectures import ARCHITECTURES
 from ppdiffusers import StableDiffusionPipeline
 
-from ppdiffusers_tome.comparison.results import make_result, read_json, write_result
+from ppdiffusers_tome.comparison.results import write_result
 from ppdiffusers_tome.export.loading import load_eager_pipeline
 from ppdiffusers_tome.inference import export_pipeline, load_pipeline, read_manifest
 

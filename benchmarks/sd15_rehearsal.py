@@ -21,7 +21,9 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar
 
-from ppdiffusers_tome.comparison.results import make_result, write_result
+from lab.result_files import make_result
+
+from ppdiffusers_tome.comparison.results import write_result
 
 ROOT = Path(__file__).parents[1]
 NAME = "runwayml/stable-diffusion-v1-5"

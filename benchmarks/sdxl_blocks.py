@@ -20,15 +20,17 @@ from pathlib import Path
 import numpy as np
 import paddle
 from lab.arm import Arm
+from lab.result_files import make_result
 from lab.speed.architectures import ARCHITECTURES
 from lab.speed.cases import MEASURED, ONNX_RUNTIME, Case, Measurement
+from lab.timing import time_in_turns
 from top_block import OneBlock, build_transformer
 
 from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.attach.attach import attach
-from ppdiffusers_tome.comparison.clock import gain, time_in_turns
+from ppdiffusers_tome.comparison.clock import gain
 from ppdiffusers_tome.comparison.environment import describe_environment
-from ppdiffusers_tome.comparison.results import make_result, write_result
+from ppdiffusers_tome.comparison.results import write_result
 from ppdiffusers_tome.export import tracing
 from ppdiffusers_tome.export.conversion import Converter
 from ppdiffusers_tome.export.programs import Input, Traceable

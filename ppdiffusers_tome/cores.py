@@ -14,6 +14,8 @@ def usable_cores() -> int:
 
     These are the cores that it may run on, or fewer if its cgroup or one above it has a CPU quota, as containers have
     with `docker run --cpus` or a CPU limit of Kubernetes. A quota of 1.5 cores counts as 2.
+
+    joblib's `cpu_count` reads the quota of the topmost cgroup only, which misses that of a service of systemd.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([allowed, *map(ceil, _quotas())]))

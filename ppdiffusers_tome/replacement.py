@@ -173,7 +173,10 @@ def _is_in_use(folder: Path) -> bool:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder until the context or the process ends; OSError if it is locked, missing, or cannot be locked."""
+    """Lock a folder until the context or the process ends; OSError if it is locked, missing, or cannot be locked.
+
+    filelock locks no folders, only files, which it leaves behind: in an export or beside it.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

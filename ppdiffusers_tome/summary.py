@@ -33,8 +33,8 @@ class BlockSummary:
     path: str  # path in that model
     level: int  # downsample factor
     grid: Grid  # tokens along each axis
-    kept: int  # tokens, of grid.tokens, on which its layers run, such as queries; of a video in each frame
-    kept_keys: int  # the same for keys and values of self-attention
+    kept_queries: int  # tokens, of grid.tokens, on which its layers run; of a video in each frame
+    kept_keys: int  # tokens that give keys and values to self-attention
     is_gated: bool  # the grid has fewer tokens than min_tokens, so the block stays plain
     # Where it merges: some of "attn" (or "kv": only its keys and values), "crossattn", "mlp"; empty if nothing does.
     merges: tuple[str, ...]
@@ -72,9 +72,9 @@ class ToMeSummary:
         if self.blocks:
             rows = [("block", "level", "grid", "tokens kept", "merges")]
             for b in self.blocks:
-                keys = "" if b.kept_keys == b.kept else f" (keys and values {b.kept_keys})"
+                of_keys = "" if b.kept_keys == b.kept_queries else "keys and values "
                 plain = "plain (min_tokens)" if b.is_gated else "plain"
-                kept, merges = f"{b.kept}{keys} of {b.grid.tokens}", ", ".join(b.merges) or plain
+                kept, merges = f"{of_keys}{b.kept_keys} of {b.grid.tokens}", ", ".join(b.merges) or plain
                 rows.append((f"{b.denoiser}.{b.path}", str(b.level), f"{b.grid.h}x{b.grid.w}", kept, merges))
             w = [max(map(len, column)) for column in zip(*rows, strict=True)]
             lines += [f"{a:<{w[0]}}  {b:>{w[1]}}  {c:<{w[2]}}  {d:<{w[3]}}  {e}" for a, b, c, d, e in rows]

@@ -35,6 +35,7 @@ from server_process import start_server
 
 from ppdiffusers_tome.comparison.results import make_result, write_result
 
+FORMAT = 2  # of the results
 MIB = 2**20
 MEMORY_TOLERANCE = 32 * MIB
 TIMEOUT = 120.0  # seconds for a request, and from SIGTERM to the end
@@ -201,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
     report(result)
     if options.output:
         command = shlex.join(["python", "benchmarks/tools/load.py", *(sys.argv[1:] if argv is None else argv)])
-        write_result(options.output, make_result("load", command, serve=SERVE, **result))
+        write_result(options.output, make_result("load", FORMAT, command, serve=SERVE, **result))
     return 1 if result["violations"] else 0
 
 

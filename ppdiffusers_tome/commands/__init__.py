@@ -1,1 +1,1 @@
-"""The commands of `python -m ppdiffusers_tome`, one file each: their options, and the call they stand for."""
+"""The commands of `python -m ppdiffusers_tome`: their options, which are read without Paddle, and what they run."""

@@ -15,10 +15,10 @@ from PIL import Image, ImageOps
 from ppdiffusers import DiffusionPipeline
 
 from ..comparison.arms import MIN_SIDE, Figures, Merging, Scene, compare, draw_sheet, make_table, most_steps
-from ..comparison.defaults import NOT_REACHED, STRENGTH
 from ..comparison.environment import commit, describe_environment
 from ..comparison.fonts import font_for, missing
 from ..comparison.goal import Goal, known_settings, merges_at, parse_goal
+from ..comparison.option_defaults import NOT_REACHED, STRENGTH
 from ..comparison.pipelines import CONTROLNET, as_class, class_to_compare
 from ..comparison.results import make_result, write_result
 from ..comparison.sheets import save_jpeg
@@ -36,6 +36,7 @@ from ..wording import command_line
 from .image_options import naming_options, runtime_settings, step_settings
 from .merge_options import all_configs
 
+FORMAT = 5  # of the JSON files
 MAX_BATCH = 64
 MAX_ROUNDS = 50  # of a step of each arm, all in one image of at most 1000 steps
 OF_EXPORTS = {
@@ -305,7 +306,7 @@ def _compare_at(
     merging = [config.describe() for config in configs]
     save_jpeg(draw_sheet(arms, scene, font), sheet, **size._asdict(), merging=merging, **about)
     content = {**size._asdict(), **about, "goal": options.goal, "arms": [row.content() for row in rows]}
-    write_result(sheet.with_suffix(".json"), make_result("comparison", command, **content))
+    write_result(sheet.with_suffix(".json"), make_result("comparison", FORMAT, command, **content))
     print(f"{make_table(rows)}\nimages: {sheet}", flush=True)
     return rows
 

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..comparison.defaults import NOT_REACHED, ROUNDS, STRENGTH
+from ..comparison.option_defaults import NOT_REACHED, ROUNDS, STRENGTH
 from ..cores import usable_cores
 from .image_options import MODEL_DEFAULT_HELP, add_command, add_runtime_options, add_step_options
 from .merge_options import add_merge_options

@@ -18,8 +18,8 @@ from ..run.models import ExportedUNet
 from ..summary import ToMeSummary
 from ..wording import merging_in_words
 from .clock import NO_DIFFERENCE, gain, now, order_of_round
-from .defaults import ROUNDS
 from .fonts import Font
+from .option_defaults import ROUNDS
 from .peak_memory import peak_bytes, restart_peak
 from .sheets import make_sheet
 from .similarity import psnr, ssim
@@ -141,7 +141,7 @@ class ComparedArm:
         if not self.summary.blocks:
             return dict.fromkeys(("tokens", "queries", "keys"))
         block = self.summary.blocks[0]
-        return {"tokens": block.grid.tokens, "queries": block.kept, "keys": block.kept_keys}
+        return {"tokens": block.grid.tokens, "queries": block.kept_queries, "keys": block.kept_keys}
 
 
 def compare(

@@ -1,35 +1,16 @@
-"""The clock of every measurement: wait for the device, take turns, summarise by median and quartiles."""
+"""The clock of every measurement: wait for the device, take turns, compare by medians and quartiles."""
 
-import math
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 import paddle
 
 Name = TypeVar("Name")
 NO_DIFFERENCE = "no difference"
-
-
-class Quartiles(NamedTuple):
-    """A median between its lower and upper quartile."""
-
-    median: float
-    low: float
-    high: float
-
-
-def quartiles(values: Iterable[float]) -> Quartiles:
-    """Median and quartiles, linear between neighbours as in NumPy; an infinite neighbour gives infinity, never NaN."""
-    ordered = sorted(values)
-
-    def at(share: float) -> float:
-        below, part = divmod(share * (len(ordered) - 1), 1)
-        low, high = ordered[int(below)], ordered[min(int(below) + 1, len(ordered) - 1)]
-        return low if part == 0 or low == high or math.isinf(low) else low + (high - low) * part
-
-    return Quartiles(at(0.5), at(0.25), at(0.75))
 
 
 class Gain(NamedTuple):
@@ -58,8 +39,8 @@ def gain(plain: Sequence[float], merged: Sequence[float]) -> Gain:
         >>> str(gain([2.0, 9.0, 4.0], [1.0, 3.0, 2.5])), str(gain([1.0, 2.0, 6.0, 1.0], [2.0, 1.0, 3.0, 2.0]))
         ('1.60×', 'no difference')
     """
-    within = quartiles(a / b for a, b in zip(plain, merged, strict=True))
-    return Gain(quartiles(plain).median / quartiles(merged).median, within.low, within.high)
+    low, high = np.quantile([a / b for a, b in zip(plain, merged, strict=True)], [0.25, 0.75]).tolist()
+    return Gain(median(plain) / median(merged), low, high)
 
 
 def now() -> float:
@@ -67,15 +48,6 @@ def now() -> float:
     if paddle.get_device() != "cpu":
         paddle.device.synchronize()
     return time.perf_counter()
-
-
-def seconds_of(run: Callable[[], Any]) -> float:
-    """How long a call takes, its work on the device included."""
-    start = now()
-    result = run()  # held until the clock has been read: freeing it is not part of the call
-    seconds = now() - start
-    del result
-    return seconds
 
 
 def order_of_round(names: Iterable[Name], index: int) -> list[Name]:
@@ -86,14 +58,3 @@ def order_of_round(names: Iterable[Name], index: int) -> list[Name]:
     order = list(names)
     random.Random(index).shuffle(order)
     return order
-
-
-def time_in_turns(arms: Mapping[Name, Callable[[], Any]], rounds: int, warm_up: int) -> dict[Name, list[float]]:
-    """Seconds of each arm in each round, after `warm_up` rounds that do not count."""
-    seconds: dict[Name, list[float]] = {name: [] for name in arms}
-    for index in range(warm_up + rounds):
-        for name in order_of_round(arms, index):
-            taken = seconds_of(arms[name])
-            if index >= warm_up:
-                seconds[name].append(taken)
-    return seconds

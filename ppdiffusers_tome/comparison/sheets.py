@@ -1,4 +1,4 @@
-"""Sheets of images and difference maps, saved as JPEGs or PNGs that carry the settings they were made with."""
+"""Sheets of images, saved as JPEGs that carry the settings they were made with."""
 
 import io
 import json
@@ -8,25 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageChops, ImageDraw
+from PIL import Image, ImageDraw
 
 from ..files import write_file
 from .fonts import Font, font_for, printable
 
-GAIN = 4  # factor that makes difference maps brighter
 MAX_BYTES = 400_000  # of a JPEG
 QUALITIES = (85, 75, 65, 55)
 GAP, LEFT, LINE = 4, 56, 16  # px: space between images, smallest width of the labels, height of a line of text
-
-
-def image_paths(folder: Path) -> list[Path]:
-    """The PNG files of a folder in the order of their names, without unfinished ones."""
-    return sorted(folder.glob("[!.]*.png"))
-
-
-def difference_map(a: Image.Image, b: Image.Image) -> Image.Image:
-    """Where two RGB images differ: |a - b| · GAIN in each channel, at most 255. Black where they are equal."""
-    return ImageChops.difference(a, b).point(lambda value: min(GAIN * value, 255))
 
 
 def _wrapped(text: str, font: Font, size: int) -> list[str]:

@@ -9,10 +9,10 @@ import pandas as pd
 import pytest
 from conftest import inputs, tiny_pipeline, traces
 from lab.arm import Arm
+from lab.result_files import read_json
 from zoo.parts import unet as unet_of_zoo
 
 from ppdiffusers_tome import ToMeConfig
-from ppdiffusers_tome.comparison.results import read_json
 from ppdiffusers_tome.export import programs
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from lab import cache
 from lab.cache import Cache, model_files, program_key, programs_of
+from lab.result_files import read_json
 
 from ppdiffusers_tome import ToMeConfig
-from ppdiffusers_tome.comparison.results import read_json, write_result
+from ppdiffusers_tome.comparison.results import write_result
 from ppdiffusers_tome.inference import ProgramFile, Size
 
 

@@ -96,7 +96,9 @@ def test_ratio_is_the_mean_over_the_blocks_of_all_levels_that_merge():
 def test_the_summary_lists_the_keys_of_each_block():
     unet = make_unet(**ONE_LEVEL).apply_tome(method="interlace", ratio=0.75)
     summary = unet.tome_summary(height=16, width=16)
-    assert [(block.kept, block.kept_keys) for block in summary.blocks] == [(256, keys) for keys in (48, 48, 128, 48)]
+    assert [(block.kept_queries, block.kept_keys) for block in summary.blocks] == [
+        (256, keys) for keys in (48, 48, 128, 48)
+    ]
     assert "keys and values 48" in str(summary) and "timestep" not in str(summary)
     unet.apply_tome(ratio=0.5, method="interlace")
     assert [block.merges for block in unet.tome_summary(height=16, width=16).blocks] == [("kv",), ("kv",), (), ("kv",)]

@@ -161,9 +161,9 @@ def test_summary_of_a_video_needs_its_frames():
     assert without.macs is None and "pass frames, the number of its latent frames" in str(without)
     few, many = (tome_summary(model, 12, 16, frames=frames) for frames in (2, 20))
     assert few.macs < many.macs and 0 < few.saved_share < many.saved_share
-    assert {(block.kept, block.kept_keys) for block in many.blocks} == {(48, 24)}  # in each frame
+    assert {(block.kept_queries, block.kept_keys) for block in many.blocks} == {(48, 24)}  # in each frame
     blocks = tome_summary(apply_tome(model, method="todo"), 12, 16, frames=20).blocks
-    assert {(block.kept, block.kept_keys) for block in blocks} == {(48, 12)}
+    assert {(block.kept_queries, block.kept_keys) for block in blocks} == {(48, 12)}
     with pytest.raises(ToMeConfigError, match="frames=0"):
         tome_summary(model, 12, 16, frames=0)
 
@@ -188,16 +188,16 @@ def test_summary_of_the_bundled_pipeline(pipe):
     pipe.apply_tome(method="todo")
     small, large = pipe.tome_summary(), pipe.tome_summary(height=256, width=192)
     assert (small.latent, large.latent) == (Grid(32, 32), Grid(64, 48))
-    of_small = {(b.level, b.grid, b.kept, b.kept_keys, b.merges) for b in small.blocks}
+    of_small = {(b.level, b.grid, b.kept_queries, b.kept_keys, b.merges) for b in small.blocks}
     assert of_small == {(1, Grid(32, 32), 1024, 256, ("kv",))}
-    assert {(b.kept, b.kept_keys) for b in large.blocks} == {(3072, 768)}
+    assert {(b.kept_queries, b.kept_keys) for b in large.blocks} == {(3072, 768)}
     assert 0 < small.saved_share < large.saved_share < 1
     text = str(large)
     assert "unet: ratio=0.75, method='todo'" in text and "latents 64x48" in text and text.isascii()
-    assert " 3072 (keys and values 768) of 3072  kv" in text
+    assert " keys and values 768 of 3072  kv" in text
     assert f"{large.saved_share:.1%} of" in text
     equal = pipe.apply_tome(method="tomesd", merge_mlp=True).tome_summary(height=256, width=192)
-    assert {(b.kept, b.kept_keys) for b in equal.blocks} == {(1536, 1536)}
+    assert {(b.kept_queries, b.kept_keys) for b in equal.blocks} == {(1536, 1536)}
     assert " 1536 of 3072  attn, mlp" in str(equal) and "keys and values" not in str(equal)
 
 

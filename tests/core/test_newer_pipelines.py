@@ -73,7 +73,7 @@ def test_pipeline(name, method, tmp_path):
     summary = pipe.tome_summary(96, 128, frames=3)
     assert {block.grid for block in summary.blocks} == {(6, 8)}
     keys = {"interlace": 24, "todo": 12}[method]  # interlace keeps tokens outside of its cells of 4×4
-    assert {(block.kept, block.kept_keys) for block in summary.blocks} == {(48, keys)}
+    assert {(block.kept_queries, block.kept_keys) for block in summary.blocks} == {(48, keys)}
     assert 0 < summary.saved_share < 1
     with pytest.raises(ToMeExportError, match=f"{type(pipe).__name__} .*StableDiffusion"):
         export_pipeline(pipe, tmp_path / "exported")

@@ -181,7 +181,7 @@ def test_three_ways(family, model, method, h, w, text):
     assert all(not np.allclose(x, y, atol=1e-4) for x, y in zip(merged, plain, strict=True))
     summary = tome_summary(model, family.patch * h, family.patch * w, frames=FRAMES)
     kept = {placement.count_kept(Grid(h, w)) for _, placement in attached_placements(model)}
-    assert {block.kept for block in summary.blocks} == {h * w} and max(kept) < h * w
+    assert {block.kept_queries for block in summary.blocks} == {h * w} and max(kept) < h * w
     assert {block.kept_keys for block in summary.blocks} == kept
     assert {block.merges for block in summary.blocks} == {("kv",)}
     assert (summary.macs is None) == family.is_union

@@ -298,7 +298,7 @@ def test_controlnet_setting(name):
     less = output(controlnet=0.25)
     blocks = [block for block in tiny.pipe.tome_summary().blocks if block.denoiser in nets]
     kept = {256: (256, 192), 64: (64, 48)}  # queries, and keys and values, at ratio 0.25
-    assert blocks and all((block.kept, block.kept_keys) == kept[block.grid.tokens] for block in blocks)
+    assert blocks and all((block.kept_queries, block.kept_keys) == kept[block.grid.tokens] for block in blocks)
     tiny.pipe.remove_tome()
     for net in nets:
         denoisers(tiny.pipe)[net].apply_tome(ratio=0.5)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from ppdiffusers_tome.comparison.sheets import image_paths, make_sheet, save_jpeg
+from ppdiffusers_tome.comparison.sheets import make_sheet, save_jpeg
 from ppdiffusers_tome.errors import ToMeConfigError
 
 SHOWN = 6  # images of each arm on a sheet
@@ -34,7 +34,7 @@ def write_sheet(
     rows: list[tuple[str, list[Image.Image]]] = []
     for label, name in folders.items():
         folder, count = images / "images" / name, len(result["prompts"])
-        files = image_paths(folder)
+        files = sorted(folder.glob("[!.]*.png"))  # without unfinished ones
         if len(files) != count:
             raise ToMeConfigError(f"{folder} has {len(files)} images, the result {count}.")
         rows.append((label, [Image.open(files[n]).convert("RGB") for n in titles]))

@@ -15,7 +15,6 @@ from paddle import nn
 from ppdiffusers.models.attention_processor import Attention, AttnProcessor, SlicedAttnProcessor
 
 from ppdiffusers_tome.attach.attach import attach, detach
-from ppdiffusers_tome.comparison.clock import seconds_of
 from ppdiffusers_tome.export.conversion import Converter
 from ppdiffusers_tome.export.export import share_weights
 from ppdiffusers_tome.export.tracing import save
@@ -28,6 +27,7 @@ from ppdiffusers_tome.run.onnx_weights import SharedWeights
 
 from ..arm import BUILT_IN, Arm
 from ..cache import Cache, program_key
+from ..timing import seconds_of
 from .cases import PLANNED, PROGRAMS
 from .memory import available_bytes, current_bytes, peak_bytes
 from .others import attach_built_in

@@ -10,11 +10,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ppdiffusers_tome.comparison.results import check_result
 from ppdiffusers_tome.config import ToMeConfig
 from ppdiffusers_tome.errors import ToMeConfigError
 
 from ..arm import BUILT_IN, EAGER, PLAIN, Arm
+from ..result_files import check_result
 from .architectures import Architecture, architecture_of
 
 MEMORY_EFFICIENT, TOME, BOTH = "memory-efficient", "tome", "both"

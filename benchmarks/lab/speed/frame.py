@@ -7,11 +7,12 @@ from typing import Any
 
 import pandas as pd
 
-from ppdiffusers_tome.comparison.clock import gain, quartiles
-from ppdiffusers_tome.comparison.results import read_json
+from ppdiffusers_tome.comparison.clock import gain
 from ppdiffusers_tome.errors import ToMeConfigError
 
 from ..arm import OURS, PLAIN, Arm
+from ..result_files import read_json
+from ..timing import quartiles
 from .cases import MEASURED, Case, Measurement, read_cases
 
 CASE = ["model", "scope", "size", "batch"]  # equal if repeated

@@ -13,11 +13,12 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from ppdiffusers_tome.comparison.environment import describe_environment, versions
-from ppdiffusers_tome.comparison.results import make_result, write_result
+from ppdiffusers_tome.comparison.results import write_result
 from ppdiffusers_tome.errors import ToMeError
 from ppdiffusers_tome.run.runtime import error_summary
 
 from ..cache import Cache, model_files, programs_of, sources
+from ..result_files import make_result
 from . import worker
 from .cases import PLANNED, Case, Timing
 
