@@ -41,6 +41,7 @@ check_version("ppdiffusers", ppdiffusers.__version__)
 from .api import ToMeMixin, apply_tome, install_methods, remove_tome, tome  # noqa: E402
 from .config import ToMeConfig  # noqa: E402
 from .grid import Grid, choose_dst  # noqa: E402
+from .hub import prepare_download  # noqa: E402
 from .methods.plan import MergePlan, merge, unmerge  # noqa: E402
 from .methods.tomesd import match_tokens  # noqa: E402
 from .summary import BlockSummary, ToMeSummary, tome_summary  # noqa: E402
@@ -65,6 +66,7 @@ __all__ = [
     "choose_dst",
     "match_tokens",
     "merge",
+    "prepare_download",
     "remove_tome",
     "tome",
     "tome_summary",
