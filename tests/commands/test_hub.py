@@ -1,4 +1,4 @@
-"""A model of a hub: a server here has the files of a pipeline, and a process with empty caches loads it by its name."""
+"""A model of a hub: a server here has the files of a pipeline, and a process with empty caches loads it by name."""
 
 import json
 import os
