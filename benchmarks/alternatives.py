@@ -61,10 +61,11 @@ from ppdiffusers_tome.comparison.results import make_result, read_json, write_re
 from ppdiffusers_tome.comparison.similarity import psnr
 from ppdiffusers_tome.export import programs, tracing
 from ppdiffusers_tome.export.conversion import Converter
-from ppdiffusers_tome.export.loading import load_for_export, model_defaults
+from ppdiffusers_tome.export.loading import load_eager_pipeline, model_defaults
 from ppdiffusers_tome.families.models import text_tokens, vae_factor
 from ppdiffusers_tome.inference import ProgramFile, Size, export_pipeline, load_pipeline
 from ppdiffusers_tome.run.folder import ExportedFolder
+from ppdiffusers_tome.run.manifest import PlannedProgram
 from ppdiffusers_tome.run.pipeline import RUNTIMES
 from ppdiffusers_tome.serving.engine import Engine
 from ppdiffusers_tome.serving.prompt_file import model_prompts
@@ -88,7 +89,7 @@ SHEET = ("interlace 0.5", "interlace 0.75", "interlace 0.875", "tomesd 0.5")
 @lru_cache(maxsize=1)
 def load_model(model: str) -> DiffusionPipeline:
     """A pipeline from a folder or the hub, in float32, which a process loads once; ToMeExportError if it cannot."""
-    return load_for_export(model, safety_checker=False)
+    return load_eager_pipeline(model, safety_checker=False)
 
 
 def group_of(arm: Arm) -> str:
@@ -300,7 +301,7 @@ class Programs:
             layer.eval()
             if reuses:  # a program has no inputs that it does not read
                 inputs = (*inputs, *layer.features)
-            planned = ProgramFile("unet", size=Size(side, side), ratio=key.ratio)
+            planned = PlannedProgram("unet", Size(side, side), key.ratio)
             traceable = programs.Traceable(layer, inputs)
             return tracing.save(traceable, planned, folder, "unet", self._dims(), self._evaluation.threads, converter)
 

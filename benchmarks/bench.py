@@ -34,11 +34,11 @@ from lab.speed.runner import measure_all
 
 from ppdiffusers_tome.commands.merge_options import add_merge_options, read_methods
 from ppdiffusers_tome.comparison.clock import gain
-from ppdiffusers_tome.comparison.results import command_line
 from ppdiffusers_tome.cores import usable_cores
 from ppdiffusers_tome.errors import ToMeConfigError
 from ppdiffusers_tome.export.loading import require_model_folder
 from ppdiffusers_tome.inference import choose_runtime
+from ppdiffusers_tome.wording import command_line
 
 PROGRAM = "python benchmarks/bench.py"
 DEFAULT = " (default: %(default)s)"  # at the end of help texts

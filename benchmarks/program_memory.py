@@ -33,7 +33,7 @@ from lab.speed.architectures import ARCHITECTURES
 from ppdiffusers import StableDiffusionPipeline
 
 from ppdiffusers_tome.comparison.results import make_result, read_json, write_result
-from ppdiffusers_tome.export.loading import load_for_export
+from ppdiffusers_tome.export.loading import load_eager_pipeline
 from ppdiffusers_tome.inference import export_pipeline, load_pipeline, read_manifest
 
 ROOT = Path(__file__).parents[1]
@@ -129,7 +129,7 @@ def export(options: argparse.Namespace, most: int = len(RATIOS)) -> Path:
     folder = ROOT / "build" / "program_memory" / (options.architecture or Path(options.model).name)
     folder = folder if most == len(RATIOS) else folder.with_name(f"{folder.name}_{most}")
     if not (folder / "tome.json").is_file():
-        pipe = load_for_export(options.model)
+        pipe = load_eager_pipeline(options.model)
         if options.architecture:
             unet = ARCHITECTURES[options.architecture].build()
             unet.eval()

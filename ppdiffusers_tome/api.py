@@ -4,6 +4,7 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,30 +21,32 @@ from .summary import tome_summary
 PipelineOrModel = TypeVar("PipelineOrModel")
 
 
-class _Default:
+class Unset(Enum):
     """The default of a setting that is not passed: that of `config`, or of `ToMeConfig`."""
 
+    UNSET = "unset"
+
     def __repr__(self) -> str:
-        return "<default>"
+        return "<unset>"
 
 
-DEFAULT: Any = _Default()
+UNSET = Unset.UNSET
 
 
 def apply_tome(
     target: PipelineOrModel,
     ratio: float | None = None,
     *,
-    method: str = DEFAULT,
-    max_downsample: int | None = DEFAULT,
-    sx: int = DEFAULT,
-    sy: int = DEFAULT,
-    use_rand: bool = DEFAULT,
-    seed: int = DEFAULT,
-    merge_attn: bool = DEFAULT,
-    merge_crossattn: bool = DEFAULT,
-    merge_mlp: bool = DEFAULT,
-    min_tokens: int = DEFAULT,
+    method: str | Unset = UNSET,
+    max_downsample: int | Unset | None = UNSET,
+    sx: int | Unset = UNSET,
+    sy: int | Unset = UNSET,
+    use_rand: bool | Unset = UNSET,
+    seed: int | Unset = UNSET,
+    merge_attn: bool | Unset = UNSET,
+    merge_crossattn: bool | Unset = UNSET,
+    merge_mlp: bool | Unset = UNSET,
+    min_tokens: int | Unset = UNSET,
     config: ToMeConfig | str | Path | None = None,
     controlnet: bool | float = True,
     **unknown: Any,
@@ -96,7 +99,7 @@ def apply_tome(
         "merge_mlp": merge_mlp,
         "min_tokens": min_tokens,
     }
-    given: dict[str, Any] = {name: value for name, value in settings.items() if value is not DEFAULT}
+    given: dict[str, Any] = {name: value for name, value in settings.items() if value is not UNSET}
     if ratio is not None:
         given["ratio"] = ratio
     common = (ToMeConfig() if config is None else _config_of(config)).with_settings(**given)

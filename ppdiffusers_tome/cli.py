@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from ._version import __version__
-from .commands import compare, export, generate, serve
-from .comparison.results import PROGRAM, command_line
+from .commands import compare_options, export, generate, serve
 from .errors import ToMeError
 from .replacement import TERMINATED, exit_on_sigterm
-from .wording import nearest
+from .wording import PROGRAM, command_line, nearest
 
 Command: TypeAlias = Callable[[argparse._SubParsersAction], None]  # adds a command to the command line
-COMMANDS: tuple[Command, ...] = (compare.add, export.add, generate.add, serve.add)
+COMMANDS: tuple[Command, ...] = (compare_options.add, export.add, generate.add, serve.add)
 EXAMPLE = f"""\
 example:
   {PROGRAM} compare --model examples/scenes_sd --size 256 --ratio 0.3 0.5
@@ -26,15 +25,33 @@ INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status, as `exit_status`.
+    """Run the command line, by default that of the process; returns its exit status, as `run`."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    return run(read_arguments(arguments), arguments)
 
-    1 is also for a goal that is missed (`compare`) or an image that failed (`generate`).
+
+def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command, with the values of its options. Nothing here imports Paddle.
+
+    Raises:
+        SystemExit: --help or --version was printed, or the error of an option.
     """
     escape_unprintable()
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
     options, unknown = _parser().parse_known_args(arguments)
     if unknown:  # the error of the command, with its usage; argparse's would have that of the program
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown, options.parser)}")
+    return options
+
+
+def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Run one command; returns its exit status, as `exit_status`.
+
+    1 is also for a goal that is missed (`compare`) or an image that failed (`generate`).
+
+    Args:
+        options: of `read_arguments`.
+        arguments: what they were read from.
+    """
     remedy = {
         "generate": f": continue with {command_line(arguments)}",  # what it has generated is on the disk
         "export": ": nothing was written",

@@ -1,7 +1,8 @@
-"""Checks at import: which versions of Paddle and ppdiffusers are supported, and what their import breaks."""
+"""The import of Paddle and ppdiffusers: which versions are supported, and what their import breaks."""
 
 import sys
 import warnings
+import zlib  # noqa: F401 - before Paddle 2.6, whose own zlib otherwise crashes Pillow; see warn_if_zlib_is_replaced
 
 from packaging.version import InvalidVersion, Version
 
@@ -14,6 +15,37 @@ SUPPORTED = {
 }
 PADDLE_LIBRARY = "paddle.base.libpaddle"
 _DEVELOPMENT = Version("0.0.0")  # the version of Paddle's and ppdiffusers' nightly builds
+
+
+def import_paddle_and_ppdiffusers() -> None:
+    """Import both, without warnings that do not concern users of this package.
+
+    Raises:
+        ModuleNotFoundError: there is no Paddle; the message says what to install.
+        UnsupportedVersionError: as `check_version`.
+
+    Warns:
+        RuntimeWarning: as `warn_if_zlib_is_replaced`.
+    """
+    try:
+        with warnings.catch_warnings():  # for those who compile operators of their own
+            warnings.filterwarnings("ignore", "No ccache found", UserWarning)
+            import paddle
+    except ModuleNotFoundError as error:
+        if error.name != "paddle":  # Paddle is there, and lacks something itself
+            raise
+        raise ModuleNotFoundError(
+            "ppdiffusers_tome needs PaddlePaddle: install paddlepaddle==3.3.1 for a CPU, or paddlepaddle-gpu for a "
+            "GPU (2.6.2 up to RTX 30 and A100; for newer ones 3.3.1 from Paddle's own index), not both.",
+            name="paddle",
+        ) from error
+    check_version("PaddlePaddle", paddle.__version__)
+    warn_if_zlib_is_replaced()
+    import_pip()
+
+    import ppdiffusers
+
+    check_version("ppdiffusers", ppdiffusers.__version__)
 
 
 def check_version(package: str, version: str) -> None:
@@ -70,5 +102,5 @@ def warn_if_zlib_is_replaced() -> None:
             "Paddle 2.6 was imported before ppdiffusers_tome and has replaced functions of zlib: Pillow may crash the "
             "process when it reads or writes a PNG. Import ppdiffusers_tome, or zlib, before paddle.",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )

@@ -6,16 +6,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from .errors import ParameterError, ToMeConfigError
 from .files import write_file
-from .methods import DEFAULT_METHOD, METHODS
-from .methods.method import Method
+from .method_names import DEFAULT_METHOD, DESCRIPTIONS
 from .old_settings import MERGE_ATTN_OF_2, REPLACED, settings_of_2, why_removed
 from .wording import nearest, settings_in_words
+
+if TYPE_CHECKING:
+    from .methods import Method
 
 FILE_FORMAT, FILE_VERSION = "ppdiffusers_tome.config", 2
 READ_VERSIONS = (1, FILE_VERSION)  # 1: of releases before 3.0
@@ -93,8 +95,9 @@ class ToMeConfig:
     min_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.method, str) or self.method not in METHODS:
-            raise ToMeConfigError(_why_no_method(self.method))
+        methods = _methods()
+        if not isinstance(self.method, str) or self.method not in methods:
+            raise ToMeConfigError(why_no_method(self.method))
         for name, rule in RULES.items():
             value = getattr(self, name)
             if not rule.allows(value):
@@ -105,8 +108,8 @@ class ToMeConfig:
                 raise ToMeConfigError(f"{name}={value!r:.200} is not allowed: it must be {rule.words}.")
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
-            if value != field.default and not METHODS[self.method].has(name):
-                having = ", ".join(other.name for other in METHODS.values() if other.has(name))
+            if value != field.default and not methods[self.method].has(name):
+                having = ", ".join(other.name for other in methods.values() if other.has(name))
                 raise ToMeConfigError(
                     f"{name}={value!r} is not allowed with method={self.method!r}, which has no {name}: leave it out, "
                     f"or use one of the methods that have it: {having}."
@@ -117,7 +120,7 @@ class ToMeConfig:
                 "True, or use remove_tome() to turn merging off."
             )
         if self.ratio is not None:
-            _check_ratio(self, METHODS[self.method])
+            _check_ratio(self, methods[self.method])
 
     @property
     def effective_ratio(self) -> float:
@@ -126,7 +129,7 @@ class ToMeConfig:
         It is exactly one that the cells decide if the one that was passed is that as messages round it: 0.833333 is
         5/6 with 2×3 cells.
         """
-        method = METHODS[self.method]
+        method = _methods()[self.method]
         if self.ratio is None:
             return method.default_ratio(self.sx, self.sy)
         ratio, exact = float(self.ratio), method.allowed_ratios(self.sx, self.sy) or ()
@@ -136,7 +139,7 @@ class ToMeConfig:
     @property
     def takes_turns(self) -> bool:
         """Whether other timesteps choose other tokens."""
-        return METHODS[self.method].takes_turns(self)
+        return _methods()[self.method].takes_turns(self)
 
     def with_settings(self, **settings: Any) -> "ToMeConfig":
         """A config with these settings in place of its own.
@@ -176,7 +179,8 @@ class ToMeConfig:
             >>> ToMeConfig.load("/tmp/tome_config.json").ratio
             0.6
         """
-        settings = {name: value for name, value in self.settings().items() if METHODS[self.method].has(name)}
+        method = _methods()[self.method]
+        settings = {name: value for name, value in self.settings().items() if method.has(name)}
         content = {"format": FILE_FORMAT, "version": FILE_VERSION, "settings": settings, **details}
         write_file(Path(path), json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
@@ -268,15 +272,23 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _why_no_method(method: Any) -> str:
+def _methods() -> "dict[str, Method]":
+    """The methods by name. Imported late, because they import Paddle, and a command line is read without it."""
+    from .methods import METHODS
+
+    return METHODS
+
+
+def why_no_method(method: Any) -> str:
+    """Why this is not the name of a method: what replaced it, or which names there are."""
     if isinstance(method, str) and (removed := why_removed(method)):
         return f"method={method!r} is not allowed since release 3.0: {removed}."
-    suggested = nearest(method, METHODS) if isinstance(method, str) else None
+    suggested = nearest(method, DESCRIPTIONS) if isinstance(method, str) else None
     hint = f" Did you mean {suggested!r}?" if suggested else ""
-    return f"method={method!r:.200} is not allowed: it must be one of {', '.join(METHODS)}.{hint}"
+    return f"method={method!r:.200} is not allowed: it must be one of {', '.join(DESCRIPTIONS)}.{hint}"
 
 
-def _check_ratio(config: ToMeConfig, method: Method) -> None:
+def _check_ratio(config: ToMeConfig, method: "Method") -> None:
     """Raise ParameterError if the ratio of a config is not one that its method allows with its cells."""
     value: Any = config.ratio
     if not _is_number(value):

@@ -7,15 +7,15 @@ activations and additions do not.
 from paddle import nn
 
 from .attach.placement import Placement
-from .families.models import MergeableBlock, find_blocks
-from .families.rows import (
+from .families.applications import (
+    applications_of_attention,
+    applications_of_layers,
     attention_width,
     attentions_of_text,
     image_keys,
-    rows_of_attention,
-    rows_of_layers,
     text_keys,
 )
+from .families.models import MergeableBlock, find_blocks
 from .grid import Grid
 
 
@@ -33,7 +33,7 @@ def count_macs(denoiser: nn.Layer, latent: Grid, text: int, frames: int = 1) -> 
         tokens = frames * block.grid(latent).tokens
         for name in block.sublayers:
             total += _layer_macs(block, name, tokens, _keys(name, tokens, text), text)
-    total += sum(rows * _weights(layer) for layer, rows in rows_of_layers(denoiser, latent, text, frames))
+    total += sum(times * _weights(layer) for layer, times in applications_of_layers(denoiser, latent, text, frames))
     return total + sum(2 * text * text * layer.weight.shape[1] for layer in attentions_of_text(denoiser))
 
 
@@ -74,8 +74,8 @@ def _layer_macs(block: MergeableBlock, name: str, queries: int, keys: int, text:
     """MACs of a block's "attn", "crossattn" or "mlp" for the given numbers of query and key tokens of the image."""
     total = 0
     for layer in block.sublayers[name]:
-        rows_of_parts = rows_of_attention(block, name, layer, queries, keys, text)
-        total += sum(rows * _weights(part) for part, rows in rows_of_parts)
+        of_parts = applications_of_attention(block, name, layer, queries, keys, text)
+        total += sum(times * _weights(part) for part, times in of_parts)
         if name != "mlp":
             more, image = text_keys(block, layer, text), image_keys(block, name, layer)
             total += 2 * ((queries + more) * (keys + more) + queries * image) * attention_width(block, layer)[1]

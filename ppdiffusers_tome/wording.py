@@ -1,8 +1,11 @@
-"""Names and ways to merge in words, for messages, results and reports."""
+"""Names, ways to merge and command lines in words, for messages, results and reports."""
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+import shlex
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
+
+PROGRAM = "python -m ppdiffusers_tome"
 
 
 class Merging(Protocol):
@@ -22,6 +25,11 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     lower = name.lower()
     contained = [one for one in names if f"_{one}_" in f"_{lower}_"]
     return next(iter(contained or difflib.get_close_matches(lower, list(names), 1)), None)
+
+
+def command_line(arguments: Sequence[str], program: str = PROGRAM) -> str:
+    """A program with these arguments, as results and messages write it."""
+    return f"{program} {shlex.join(arguments)}"
 
 
 def merging_in_words(merging: Merging, without: Collection[str] = ()) -> str:

@@ -19,9 +19,13 @@ import paddle
 import ppdiffusers
 import pytest
 from paddlenlp.utils.log import logger
-from ppdiffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
+from ppdiffusers import (
+    StableDiffusionImg2ImgPipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLImg2ImgPipeline,
+)
 from ppdiffusers.models.attention_processor import AttnProcessor
-from zoo.parts import ONE_LEVEL, SDXL, stable_diffusion
+from zoo.parts import ONE_LEVEL, SDXL, sdxl_refiner, stable_diffusion
 from zoo.parts import controlnet as controlnet_of_zoo
 from zoo.parts import unet as unet_of_zoo
 
@@ -47,7 +51,6 @@ def _logging():
 @pytest.fixture(scope="module", autouse=True)
 def _what_is_there_stays():
     """The package's `gc.collect()` for each program looks at what this module made, not at all that is imported."""
-    gc.unfreeze()
     gc.collect()
     gc.freeze()
 
@@ -288,7 +291,7 @@ def draw(pipe, prompt="a 3d render of fox", size=64, steps=2, seed=0, **settings
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The folder of a tiny pipeline with two prompts, as `evaluate` and `tune` read it."""
+    """The folder of a tiny pipeline with two prompts, which no test changes."""
     folder = tmp_path_factory.mktemp("model")
     tiny_pipeline().save_pretrained(str(folder))
     (folder / "prompts.txt").write_text("a fox\nan owl\n")
@@ -304,7 +307,7 @@ def exported_folder(tmp_path_factory):
     """
     from exporting import export_once
 
-    return export_once(tmp_path_factory, "tiny", [(32, 32), (32, 48)], format="paddle")
+    return export_once(tmp_path_factory, "tiny", tiny_pipeline, (0.5, 0), [(32, 32), (32, 48)], format="paddle")
 
 
 @pytest.fixture(scope="session")
@@ -312,7 +315,21 @@ def onnx_folder(tmp_path_factory):
     """The same as ONNX alone, of 40×32 px, with `exporting.ONNX_SETTINGS`."""
     from exporting import ONNX_SETTINGS, export_once
 
-    return export_once(tmp_path_factory, "onnx", [(32, 40)], format="onnx", **ONNX_SETTINGS)
+    return export_once(tmp_path_factory, "onnx", tiny_pipeline, (0.5, 0), [(32, 40)], format="onnx", **ONNX_SETTINGS)
+
+
+@pytest.fixture(scope="session")
+def refiner_folder(tmp_path_factory):
+    """`refiner_pipeline` as ONNX alone, at ratio 0.5 for 32×32 px."""
+    from exporting import export_once
+
+    return export_once(tmp_path_factory, "refiner", refiner_pipeline, 0.5, [(32, 32)], format="onnx")
+
+
+def refiner_pipeline():
+    """A tiny pipeline of the classes of stable-diffusion-xl-refiner-1.0, always with the same weights."""
+    paddle.seed(0)
+    return StableDiffusionXLImg2ImgPipeline(**sdxl_refiner())
 
 
 def tiny_pipeline(**changes):

@@ -1,19 +1,17 @@
 """Exports of tiny pipelines, for the tests of what exports, runs and serves."""
 
-import inspect
 import os
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import onnx
 import pytest
-from conftest import tiny_pipeline
 from filelock import FileLock
 
 from ppdiffusers_tome.export import export as export_module
 from ppdiffusers_tome.export import tracing
-from ppdiffusers_tome.export.arguments import EXPORT_FORMATS, list_sizes, make_configs
-from ppdiffusers_tome.export.export import write_export
+from ppdiffusers_tome.export.layouts import EXPORT_FORMATS
 from ppdiffusers_tome.inference import export_pipeline, read_manifest
 
 # With more threads than cores, the threads of a compared program wait for each other: only `export_once` has as many
@@ -23,8 +21,12 @@ MIN_THREADS, tracing.MIN_THREADS = tracing.MIN_THREADS, 1
 ONNX_SETTINGS = {"method": "tomesd"}  # of the fixture `onnx_folder`
 
 
-def export_once(tmp_path_factory, name, sizes, **settings):
-    """The folder of an export that all processes of a run share."""
+def export_once(tmp_path_factory, name, pipe, ratios, sizes, **settings):
+    """The folder of an export that all processes of a run share.
+
+    Args:
+        pipe: makes the pipeline.
+    """
     shared = tmp_path_factory.getbasetemp()
     shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
     folder = shared / "exported" / name
@@ -33,19 +35,18 @@ def export_once(tmp_path_factory, name, sizes, **settings):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(tracing, "MIN_THREADS", MIN_THREADS)
                 options = {"image_to_image": True, "progress": False, **settings}
-                export_pipeline(tiny_pipeline(), folder, (0.5, 0), sizes, **options)
+                export_pipeline(pipe(), folder, ratios, sizes, **options)
     return folder
 
 
-def export_linked(pipe, folder, ratios=None, sizes=None, *, linked=(), **options):
-    """`export_pipeline` for Paddle Inference that takes the programs of `linked` in place of tracing them.
+@contextmanager
+def linking(linked, formats):
+    """In this context, exports in these formats take the programs of others in place of tracing them.
 
-    They are (folder, program) of exports with all formats of this one, such as `unmerged_programs`.
+    Args:
+        linked: (folder, program) of exports, such as `unmerged_programs`. Those without all formats are left out.
     """
-    options = {"format": "paddle", **options}
-    names = inspect.signature(write_export).parameters
-    settings = {name: options.pop(name) for name in [*options] if name not in names}
-    earlier = {file.place: (root, file) for root, file in linked if file.formats == EXPORT_FORMATS[options["format"]]}
+    earlier = {file.place: (root, file) for root, file in linked if file.formats == formats}
 
     def save(traceable, planned, folder, target, *others):
         if planned.place not in earlier:
@@ -63,11 +64,21 @@ def export_linked(pipe, folder, ratios=None, sizes=None, *, linked=(), **options
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export_module, "save", save)
-        return write_export(
-            pipe, Path(folder), make_configs(ratios, settings), list_sizes(sizes), progress=False, **options
-        )
+        yield
+
+
+def export_linked(pipe, folder, ratios=None, sizes=None, *, linked=(), format="paddle", **options):
+    """`export_pipeline`, by default for Paddle Inference, `linking` programs of others."""
+    formats = EXPORT_FORMATS.get(format, EXPORT_FORMATS["onnx"])  # OpenVINO's files are made from ONNX programs
+    with linking(linked, formats):
+        return export_pipeline(pipe, folder, ratios, sizes, format=format, progress=False, **options)
+
+
+def programs_of(folder):
+    """The programs of an export, for `linking`."""
+    return [(folder, file) for file in read_manifest(folder).programs]
 
 
 def unmerged_programs(folder):
-    """The programs of an export that do not depend on its sizes and ratios: text encoder and VAE."""
-    return [(folder, file) for file in read_manifest(folder).programs if file.size is None]
+    """Those that do not depend on sizes and ratios: of text encoder and VAE."""
+    return [(root, file) for root, file in programs_of(folder) if file.size is None]

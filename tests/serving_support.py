@@ -14,8 +14,12 @@ from PIL import Image
 from ppdiffusers_tome.run.manifest import Size
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import AppConfig
-from ppdiffusers_tome.serving.jobs import AbandonedError, GenerationError, Limits
-from ppdiffusers_tome.serving.queue import ImageQueue
+from ppdiffusers_tome.serving.engines import ServedModel
+from ppdiffusers_tome.serving.jobs import AbandonedError, GenerationError
+from ppdiffusers_tome.serving.limits import Limits
+from ppdiffusers_tome.serving.pool import EnginePool
+from ppdiffusers_tome.serving.prometheus import Metrics
+from ppdiffusers_tome.serving.queue import JobQueue
 from ppdiffusers_tome.serving.server import DrainingServer, listen
 
 LIMITS = Limits(
@@ -43,6 +47,7 @@ class FakeEngine:
 
     name, sampler, methods = "fake", "DDIM", {0.5: "todo, min_tokens=64", 0.0: ""}
     can_batch = True
+    program_loads = 0
     clock = None  # a `Clock`: steps take their time by it, and none by any other
 
     def __init__(self, step_seconds=0.0):
@@ -90,7 +95,7 @@ class FakeEngine:
         return [self.paint(job) for job in jobs]
 
     def paint(self, job):
-        return Image.new("RGB", (job.width, job.height), (job.seed % 256, 0, 0))
+        return Image.new("RGB", (job.size.width, job.size.height), (job.seed % 256, 0, 0))
 
 
 class Clock:
@@ -106,8 +111,9 @@ class Clock:
 class Running:
     """A running server, its parts, and clients for tests."""
 
-    def __init__(self, queue, server, engine, port, thread):
-        self.queue, self.server, self.engine, self.port, self.thread = queue, server, engine, port, thread
+    def __init__(self, pool, metrics, server, engine, port, thread):
+        self.pool, self.queue, self.metrics = pool, pool.queue, metrics
+        self.server, self.engine, self.port, self.thread = server, engine, port, thread
         self.url = f"http://127.0.0.1:{port}"
         self.http = httpx.Client(base_url=self.url, timeout=120)
 
@@ -118,38 +124,42 @@ class Running:
         return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
     def count(self, name, **labels):
-        return self.queue.metrics.registry.get_sample_value(f"ppdiffusers_tome_{name}", labels) or 0
+        return self.metrics.registry.get_sample_value(f"ppdiffusers_tome_{name}", labels) or 0
 
     def requests(self, status):
         """The number of requests with this status, over all endpoints."""
-        samples = [sample for metric in self.queue.metrics.registry.collect() for sample in metric.samples]
+        samples = [sample for metric in self.metrics.registry.collect() for sample in metric.samples]
         counts = [sample for sample in samples if sample.name == "ppdiffusers_tome_requests_total"]
         return sum(sample.value for sample in counts if sample.labels["status"] == str(status))
 
 
 @contextmanager
-def serving(engine=None, limits=LIMITS, config=None, load=None, name="fake", seconds=120, port=0, **queue_options):
-    """A ready server on 127.0.0.1, on a free port unless one is given, closed at the end."""
-    engine = engine or FakeEngine()
-    queue = ImageQueue(load or (lambda: engine), name, limits, **queue_options)
+def serving(engine=None, limits=LIMITS, config=None, load=None, name="fake", seconds=120, port=0, **options):
+    """A ready server on 127.0.0.1, on a free port unless one is given, closed at the end.
+
+    `options` are those of the queue and of the pool.
+    """
+    engine, metrics = engine or FakeEngine(), Metrics()
+    queue_options = {key: options.pop(key) for key in ("capacity", "max_batch", "batch_wait") if key in options}
+    pool = EnginePool(load or (lambda: engine), JobQueue(metrics, **queue_options), metrics, **options)
     config = replace(config or AppConfig(steps=2), hosts=("x",))  # the Host header of requests written by hand
-    app = create_app(queue, config)
+    app = create_app(ServedModel(name, engine.sampler, engine.methods, limits), pool, metrics, config)
     listener = listen("127.0.0.1", port)
     port = listener.getsockname()[1]  # before the start: a server whose model does not load closes it
-    server = DrainingServer(app, queue, seconds, config.keep_alive_seconds)
+    server = DrainingServer(app, pool, seconds, config.keep_alive_seconds)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    queue.start()
+    pool.start()
     thread.start()
-    running = Running(queue, server, engine, port, thread)
+    running = Running(pool, metrics, server, engine, port, thread)
     try:
         until(lambda: server.started)
         if load is None:
-            until(lambda: queue.state == "ready")
+            until(lambda: pool.state == "ready")
         yield running
     finally:
         running.http.close()
         server.should_exit = server.force_exit = True
-        queue.close()
+        pool.close()
         thread.join()
         listener.close()
 
@@ -181,10 +191,13 @@ def assert_refused_whatever_the_host(app, client):
     """Without the key, all routes that need one answer 401, or 400; the others answer."""
     others = ("/nosuch", "/x%0aforged", "/health/", "/healthz", "/page", "/v1/models/")
     paths = {route.path.replace("{name:path}", "nosuch") for route in app.routes}.union(others)
-    for path in sorted(paths):
+    hosts = (*MALFORMED_HOSTS, "health", "[::1]:80")
+    # All paths with some hosts, and all hosts with some paths.
+    pairs = [(path, host) for path in sorted(paths) for host in hosts[:2]]
+    pairs += [(path, host) for path in ("/health", "/page/nosuch", "/metrics", OPENAI) for host in hosts]
+    for path, host in pairs:
         is_open = path in ("/", "/health", "/health/", "/ready") or path.startswith("/page/")
-        for host in (*MALFORMED_HOSTS, "health", "[::1]:80"):
-            for method in ("GET", "POST"):
-                answer = client.request(method, path, headers={"Host": host.encode("latin-1")})
-                expected = (200, 404, 405) if is_open else (400, 401)
-                assert answer.status_code in expected, (method, path, host, answer.status_code)
+        for method in ("GET", "POST"):
+            answer = client.request(method, path, headers={"Host": host.encode("latin-1")})
+            expected = (200, 404, 405) if is_open else (400, 401)
+            assert answer.status_code in expected, (method, path, host, answer.status_code)

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from ppdiffusers_tome.cli import escape_unprintable, exit_status
-from ppdiffusers_tome.comparison.results import command_line
+from ppdiffusers_tome.wording import command_line
 
 
 def run_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""`compare`: plain and merged images of a model, their times and distances, and the settings that reach a goal."""
+"""What `compare` does: plain and merged images of a model, their times and distances, and what reaches a goal."""
 
 import argparse
 import sys
@@ -14,17 +14,17 @@ from paddlenlp.utils.log import logger
 from PIL import Image, ImageOps
 from ppdiffusers import DiffusionPipeline
 
-from ..comparison.arms import MIN_SIDE, ROUNDS, Figures, Merging, Scene, compare, draw_sheet, make_table, most_steps
+from ..comparison.arms import MIN_SIDE, Figures, Merging, Scene, compare, draw_sheet, make_table, most_steps
+from ..comparison.defaults import NOT_REACHED, STRENGTH
 from ..comparison.environment import commit, describe_environment
 from ..comparison.fonts import font_for, missing
 from ..comparison.goal import Goal, known_settings, merges_at, parse_goal
 from ..comparison.pipelines import CONTROLNET, as_class, class_to_compare
-from ..comparison.results import command_line, make_result, write_result
+from ..comparison.results import make_result, write_result
 from ..comparison.sheets import save_jpeg
 from ..config import ToMeConfig
-from ..cores import usable_cores
 from ..errors import ParameterError, ToMeConfigError
-from ..export.loading import load_for_export, model_defaults, pipeline_class, require_model_folder
+from ..export.loading import load_eager_pipeline, model_defaults, pipeline_class, require_model_folder
 from ..files import check_writable
 from ..progress import StepLines
 from ..run.manifest import MANIFEST, ExportedMerging, Manifest, Size, parse_size, ratio_name, read_manifest
@@ -32,70 +32,18 @@ from ..run.pipeline import load_pipeline
 from ..serving.jobs import MAX_SEED, MAX_STEPS
 from ..serving.png import upright_rgb
 from ..serving.prompt_file import model_prompts
-from .image_options import (
-    MODEL_DEFAULT_HELP,
-    add_command,
-    add_runtime_options,
-    add_step_options,
-    naming_options,
-    runtime_settings,
-    step_settings,
-)
-from .merge_options import add_merge_options, all_configs
+from ..wording import command_line
+from .image_options import naming_options, runtime_settings, step_settings
+from .merge_options import all_configs
 
-NOT_REACHED = 1  # exit status
 MAX_BATCH = 64
 MAX_ROUNDS = 50  # of a step of each arm, all in one image of at most 1000 steps
-STRENGTH = 0.5
 OF_EXPORTS = {
     "runtime": None,
     "device": "cpu",
     "precision": "fp32",
     "max_programs": None,
 }  # options and their defaults
-DESCRIPTION = """\
-Generate each prompt plain and merged from the same noise. Write a sheet of the images and a JSON file
-of the figures for each size, and print the table: seconds per step, gain (plain's time divided by that
-of the method: the median over the rounds), PSNR and SSIM against plain, and peak memory. Steps are
-timed in turn, plain and merged, so that a busy machine slows all of them down alike."""
-EXAMPLE = """\
-  python -m ppdiffusers_tome compare --model examples/scenes_sd --size 256 \\
-      --method interlace todo --goal 1.4x --save build/tome.json"""
-
-
-def add(commands: argparse._SubParsersAction) -> None:
-    """Add `compare` to the command line."""
-    about = "compare plain and merged images and their times, and choose the settings that reach a goal"
-    command = add_command(commands, "compare", about, EXAMPLE, DESCRIPTION)
-    option, default = command.add_argument, "(default: %(default)s)"
-    option("--model", required=True, help="folder of a pipeline or hub name, or a folder that export wrote")
-    option("--controlnet", metavar="DIR", help="a ControlNet, folder or hub name; an export has its own")
-    image = "what image-to-image starts from, or the input of the ControlNet, such as edges; cropped to the size"
-    option("--image", type=Path, metavar="FILE", help=image)
-    option("--strength", type=float, help=f"of image-to-image: share of the steps that run (default: {STRENGTH})")
-    option(
-        "--prompt", nargs="+", metavar="TEXT", help="one or several (default: the first of the model's prompts.txt)"
-    )
-    option("--size", nargs="+", help=f"one or several, px or WIDTHxHEIGHT in px {MODEL_DEFAULT_HELP}")
-    ratios = "one or several; a method runs at each that it allows, or at its own"
-    option("--ratio", type=float, nargs="+", help=f"{ratios} (default: its own; of an export all)")
-    option("--batch", type=int, default=1, help=f"images of each prompt, in one call of the pipeline {default}")
-    option("--seed", type=int, default=0, help=f"of the noise of every prompt {default}")
-    add_step_options(command, MODEL_DEFAULT_HELP)
-    option("--rounds", type=int, default=ROUNDS, help=f"timed steps of plain and of each method {default}")
-    option("--threads", type=int, default=usable_cores(), help=f"CPU threads {default}")
-    option("--output", type=Path, default=Path("outputs"), help=f"folder for the sheets {default}")
-    add_merge_options(command, "how to merge")
-    option = command.add_argument_group("choose settings").add_argument
-    option(
-        "--goal",
-        help="1.4x: of the settings that are so many times as fast as plain, the nearest to it; 35dB: of those with "
-        "this PSNR, the fastest. Tries the known settings of all methods, or of --method; or those that --ratio, "
-        f"--merging and --config name. Exit status {NOT_REACHED} if none reaches it",
-    )
-    option("--save", type=Path, metavar="FILE", help="write the chosen settings, for apply_tome and export --config")
-    add_runtime_options(command)
-    command.set_defaults(run=_compare)
 
 
 @dataclass(frozen=True)
@@ -117,7 +65,8 @@ class Plan:
     manifest: Manifest | None
 
 
-def _compare(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Run the command; returns its exit status."""
     plan = _check(options)
     core.set_num_threads(options.threads)
     logger.set_level("WARNING")
@@ -307,7 +256,7 @@ def _load(options: argparse.Namespace, plan: Plan) -> DiffusionPipeline:
         with naming_options():
             settings = runtime_settings(plan.manifest, options)
             return load_pipeline(options.model, cls, ratio=0, threads=options.threads, **settings)
-    pipe = load_for_export(options.model, options.controlnet, safety_checker=False, dtype=_dtype())
+    pipe = load_eager_pipeline(options.model, options.controlnet, safety_checker=False, dtype=_dtype())
     return as_class(pipe, _class(type(pipe), options))
 
 

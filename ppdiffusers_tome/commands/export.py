@@ -3,21 +3,18 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import paddle
-import ppdiffusers
-from paddlenlp.utils.log import logger
-
-from ..comparison.results import command_line
 from ..config import ToMeConfig
-from ..export.arguments import EXPORT_FORMATS, check_arguments, default_format
-from ..export.diffusers_layout import LAYOUTS, RUNTIMES, choose_layout
-from ..export.export import write_export
-from ..export.loading import load_for_export
+from ..export.layouts import EXPORT_FORMATS, LAYOUTS, RUNTIMES, DiffusersLayout, choose_layout
 from ..run.manifest import Manifest, is_refiner, parse_size, ratio_name
 from ..serving.prompt_file import PROMPTS
+from ..wording import command_line
 from .image_options import add_command, naming_options
 from .merge_options import add_merge_options, add_removed_options, merge_configs
+
+if TYPE_CHECKING:
+    from ..export.request import ExportRequest
 
 EXAMPLE = """\
   python -m ppdiffusers_tome export --model examples/scenes_sd --ratio 0.5 0 \\
@@ -60,10 +57,20 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    import ppdiffusers
+    from paddlenlp.utils.log import logger
+
+    from ..export.export import write_export
+    from ..export.loading import load_eager_pipeline
+
     configs = merge_configs(options)
     with naming_options(runtime="--for", controlnet="--controlnet-ratio", ratios="--ratio", sizes="--size"):
-        manifest = _write(options, configs)
-    is_layout = options.layout != LAYOUTS[0]
+        request = _request(options, configs)
+        logger.set_level("WARNING")
+        ppdiffusers.utils.logging.disable_progress_bar()
+        pipe = load_eager_pipeline(options.model, options.controlnet, safety_checker=not options.no_safety_checker)
+        manifest = write_export(pipe, request)
+    is_layout = isinstance(request.layout, DiffusersLayout)
     print(_describe(manifest, options.output, is_layout))
     print(
         f"{options.output / 'README.md'} has the lines that load it" if is_layout else _next_steps(manifest, options)
@@ -71,33 +78,17 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _write(options: argparse.Namespace, configs: Sequence[ToMeConfig]) -> Manifest:
-    sizes = [parse_size(text) for text in options.size] if options.size else None
-    layout = choose_layout(options.layout, options.format, options.runtime)
-    format = (options.format or default_format()) if layout is None else "onnx"
+def _request(options: argparse.Namespace, configs: Sequence[ToMeConfig]) -> "ExportRequest":
+    from ..export.request import ExportRequest, list_merging, list_sizes
+
     controlnet = True if options.controlnet_ratio is None else options.controlnet_ratio
-    check_arguments(
-        options.output,
-        configs,
-        sizes,
-        controlnet=controlnet,
-        overwrite=options.overwrite,
-        format=format,
-        layout=layout,
-    )
-    logger.set_level("WARNING")
-    ppdiffusers.utils.logging.disable_progress_bar()
-    pipe = load_for_export(options.model, options.controlnet, safety_checker=not options.no_safety_checker)
-    return write_export(
-        pipe,
-        options.output,
-        configs,
-        sizes,
+    return ExportRequest(
+        folder=options.output,
+        merging=list_merging(configs, controlnet),
+        sizes=list_sizes(map(parse_size, options.size)) if options.size else None,
+        layout=choose_layout(options.layout, options.format, options.runtime),
         image_to_image=options.img2img,
-        controlnet=controlnet,
         overwrite=options.overwrite,
-        format=format,
-        layout=layout,
     )
 
 
@@ -118,6 +109,8 @@ def _describe(manifest: Manifest, folder: Path, is_layout: bool) -> str:
 
 def _next_steps(manifest: Manifest, options: argparse.Namespace) -> str:
     """What a user can do with the exported folder."""
+    import paddle
+
     device = ["--device", "gpu"] if manifest.formats == ("paddle",) and paddle.is_compiled_with_cuda() else []
     model, steps = ["--model", str(options.output), *device], []
     if _can_serve(manifest):

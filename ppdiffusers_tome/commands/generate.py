@@ -8,12 +8,11 @@ from pathlib import Path
 
 from ..errors import ToMeConfigError
 from ..run.defaults import read_defaults
+from ..run.formats import is_gpu
 from ..run.manifest import Manifest, parse_size, read_manifest
-from ..run.runtime import is_gpu
-from ..serving.engine import load_engine
-from ..serving.jobs import Job, Limits
-from ..serving.offline import generate, model_hash
-from ..serving.prompt_file import read_prompts
+from ..serving.jobs import MAX_STEPS, Job
+from ..serving.limits import Limits
+from ..serving.prompt_file import MAX_CHARACTERS, read_prompts
 from .image_options import (
     add_command,
     add_runtime_options,
@@ -53,6 +52,9 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def _generate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from ..serving.engine import load_engine
+    from ..serving.offline import generate, model_hash
+
     if options.batch < 1:
         raise ToMeConfigError(f"--batch {options.batch} is not allowed: it must be 1 or more")
     load_threads = threads_per_process(options)
@@ -84,11 +86,15 @@ def _defaults(manifest: Manifest, options: argparse.Namespace) -> tuple[Job, Lim
     Raises:
         ToMeConfigError: an option's value is not allowed, or was not exported.
     """
+    limits = Limits(
+        manifest.sizes, manifest.ratios, prompt_characters=MAX_CHARACTERS, steps=MAX_STEPS, guidance_scale=100.0
+    )
     with naming_options():
-        height, width = parse_size(options.size) if options.size else manifest.sizes[0]
-    ratio = manifest.ratios[0] if options.ratio is None else options.ratio
-    limits = Limits(manifest.sizes, manifest.ratios, prompt_characters=100_000, steps=1000, guidance_scale=100.0)
-    settings = step_settings(options, read_defaults(options.model))
-    defaults = Job("", height, width, ratio, options.seed, options.negative_prompt, **settings)
-    with naming_options():
-        return limits.check(defaults), limits
+        size = limits.find_size(parse_size(options.size)) if options.size else manifest.sizes[0]
+        values = limits.checked(
+            ratio=manifest.ratios[0] if options.ratio is None else options.ratio,
+            seed=options.seed,
+            negative_prompt=options.negative_prompt,
+            **step_settings(options, read_defaults(options.model)),
+        )
+    return Job("", size, **values), limits

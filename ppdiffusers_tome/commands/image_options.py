@@ -4,15 +4,17 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..cores import usable_cores
 from ..errors import ParameterError, ToMeConfigError, ToMeError, install_command
 from ..run.defaults import ModelDefaults
+from ..run.formats import RUNTIME_FORMATS, check_format, default_runtime
 from ..run.manifest import Manifest
-from ..run.pipeline import RUNTIMES, check_format, choose_runtime, default_runtime
 from ..serving.jobs import Job, JobError
-from ..serving.offline import MakeImageBackend, generate_here
+
+if TYPE_CHECKING:
+    from ..serving.offline import MakeImageBackend
 
 MODEL_DEFAULT_HELP = "(default: the model's own)"
 Options: TypeAlias = argparse.ArgumentParser | argparse._ArgumentGroup
@@ -58,7 +60,7 @@ def add_runtime_options(command: argparse.ArgumentParser) -> None:
     """Add the options that `runtime_settings` reads."""
     option = command.add_argument
     default = "onnxruntime; paddle with --device gpu, or if the export has no ONNX programs"
-    option("--runtime", choices=RUNTIMES, help=f"what runs the programs (default: {default})")
+    option("--runtime", choices=RUNTIME_FORMATS, help=f"what runs the programs (default: {default})")
     option("--device", default="cpu", help="cpu or gpu; of onnxruntime: cpu, cuda (default: %(default)s)")
     option("--precision", default="fp32", help="bf16 in openvino, fp16 or bf16 on GPUs (default: %(default)s)")
     option("--max-programs", type=int, help="largest number of the UNet's programs in memory (default: all in use)")
@@ -98,6 +100,8 @@ def naming_options(**options: str) -> Iterator[None]:
 
 def check_runtime(manifest: Manifest, options: argparse.Namespace) -> None:
     """Raise ToMeError if the folder was not exported for the runtime, or if this machine lacks it and must have it."""
+    from ..run.pipeline import choose_runtime
+
     settings = runtime_settings(manifest, options)
     check_format(options.model, manifest, settings["runtime"])
     if options.max_programs is not None and options.max_programs < 1:
@@ -143,13 +147,15 @@ def import_ray_engines() -> ModuleType:
 
 
 @contextmanager
-def open_image_backend(options: argparse.Namespace, gpu: bool) -> Iterator[MakeImageBackend]:
+def open_image_backend(options: argparse.Namespace, gpu: bool) -> "Iterator[MakeImageBackend]":
     """A function that makes image backends. With --ray, Ray runs as long as the context.
 
     Raises:
         ToMeError: --ray, and Ray is not installed.
     """
     if not options.ray:
+        from ..serving.offline import generate_here
+
         yield generate_here
         return
     ray_engines = import_ray_engines()

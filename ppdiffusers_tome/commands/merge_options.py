@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..config import ToMeConfig, check_names
+from ..config import ToMeConfig, check_names, why_no_method
 from ..errors import ToMeConfigError
-from ..methods import DEFAULT_METHOD, METHODS
+from ..method_names import DESCRIPTIONS
 from .image_options import naming_options
 
 EXAMPLE = "method=todo,ratio=0.5"
@@ -14,12 +14,12 @@ EXAMPLE = "method=todo,ratio=0.5"
 SETTINGS_OF_2 = {
     "--max-downsample": "max_downsample={value}",
     "--min-tokens": "min_tokens={value}",
-    "--sx": "sx={value}",
-    "--sy": "sy={value}",
-    "--seed": "seed={value}",
-    "--no-rand": "use_rand=false",
-    "--merge-crossattn": "merge_crossattn",
-    "--merge-mlp": "merge_mlp",
+    "--sx": "method=todo,sx={value}",
+    "--sy": "method=todo,sy={value}",
+    "--seed": "method=tomesd,seed={value}",
+    "--no-rand": "method=tomesd,use_rand=false",
+    "--merge-crossattn": "method=tomesd,merge_crossattn",
+    "--merge-mlp": "method=tomesd,merge_mlp",
 }
 REMOVED_OPTIONS = {  # others, with what to do instead
     "--match": "write --method todo for grid, otherwise leave it out",
@@ -43,9 +43,9 @@ def add_merge_options(group: argparse._ActionsContainer, about: str, is_single: 
     """
     place = group.add_mutually_exclusive_group() if is_single else group
     number: Any = 1 if is_single else "+"
-    listed = "; ".join(f"{method.name}: {method.description}" for method in METHODS.values())
+    listed = "; ".join(f"{name}: {description}" for name, description in DESCRIPTIONS.items())
     help_text = f"{about}, by name. {listed}"
-    place.add_argument("--method", nargs=number, default=[], type=_method, choices=METHODS, help=help_text)
+    place.add_argument("--method", nargs=number, default=[], type=_method, choices=DESCRIPTIONS, help=help_text)
     text = f"{about}: settings of ToMeConfig, such as {EXAMPLE}"
     place.add_argument("--merging", nargs=number, default=[], metavar="SETTINGS", help=text)
     file = "the same from a settings file, which compare --save and ToMeConfig.save write"
@@ -54,10 +54,9 @@ def add_merge_options(group: argparse._ActionsContainer, about: str, is_single: 
 
 def _method(name: str) -> str:
     """The name of a method, as an option takes it. For one that is gone the error says what to use."""
-    try:
-        return ToMeConfig(method=name).method
-    except ToMeConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    if name not in DESCRIPTIONS:
+        raise argparse.ArgumentTypeError(why_no_method(name))
+    return name
 
 
 class _RemovedOption(argparse.Action):
@@ -75,15 +74,9 @@ class _RemovedOption(argparse.Action):
 
 def add_removed_options(command: argparse.ArgumentParser) -> None:
     """Add the options of earlier releases that are gone."""
-    instead = {option: f"write --merging {_with_its_method(text)}" for option, text in SETTINGS_OF_2.items()}
+    instead = {option: f"write --merging {text}" for option, text in SETTINGS_OF_2.items()}
     for option, text in (instead | REMOVED_OPTIONS).items():
         command.add_argument(option, action=_RemovedOption, instead=text)
-
-
-def _with_its_method(text: str) -> str:
-    """A setting as --merging takes it: after the first method that has it, unless the default one does."""
-    having = [method.name for method in METHODS.values() if method.has(text.partition("=")[0])]
-    return text if DEFAULT_METHOD in having else f"method={having[0]},{text}"
 
 
 def read_methods(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -102,6 +95,8 @@ def read_methods(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _with_own_ratio(settings: dict[str, Any]) -> dict[str, Any]:
+    from ..methods import METHODS
+
     config = ToMeConfig(**settings)
     allows_any = METHODS[config.method].allowed_ratios(config.sx, config.sy) is None
     return settings if allows_any else {**settings, "ratio": config.effective_ratio}

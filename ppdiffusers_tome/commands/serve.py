@@ -18,10 +18,12 @@ from PIL import Image
 from ..cores import usable_cores
 from ..errors import ToMeConfigError, ToMeError, install_command
 from ..run.defaults import read_defaults
+from ..run.formats import is_gpu
 from ..run.manifest import Manifest, parse_size, read_manifest
-from ..run.runtime import is_gpu
 from ..serving.app_config import KEY_VARIABLE, LOCAL_HOSTS, AppConfig, dns_name
-from ..serving.jobs import Job, Limits
+from ..serving.engines import served_model
+from ..serving.jobs import Job
+from ..serving.limits import Limits
 from .image_options import (
     add_command,
     add_runtime_options,
@@ -37,7 +39,9 @@ logger = logging.getLogger("uvicorn.error")  # that of the server, which writes 
 
 if TYPE_CHECKING:
     from ..serving.engine import Engine
-    from ..serving.queue import ImageQueue
+    from ..serving.engines import ImageEngine
+    from ..serving.pool import EnginePool
+    from ..serving.prometheus import Metrics
 
 DESCRIPTION = f"""\
 Serve an exported model over HTTP, for clients of OpenAI and of stable-diffusion-webui, with a page for
@@ -91,22 +95,24 @@ def add(commands: argparse._SubParsersAction) -> None:
 def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     _check_packages()
     from ..serving.app import create_app
+    from ..serving.prometheus import Metrics
     from ..serving.server import serve
 
     manifest = read_manifest(options.model)
-    limits = limits_of(manifest, options)
-    config = _app_config(options, limits)
-    settings = runtime_settings(manifest, options)
+    model = served_model(options.model, manifest, limits_of(manifest, options))
+    config = _app_config(options, model.limits)
     check_runtime(manifest, options)
     if config.api_key is None and dns_name(options.host) not in LOCAL_HOSTS:
         print(f"warning: other machines may reach {options.host}, and {KEY_VARIABLE} is not set", file=sys.stderr)
-    settings["expected"] = manifest  # of every engine, whenever it is loaded
-    load = partial(load_warm_engine, options.model.resolve(), limits, config.guidance_scale, settings)
-    queue = _make_queue(lambda: load_engine(lambda: queue.is_closed), manifest.name, limits, options)
+    metrics = Metrics()
+    pool = _make_pool(lambda: load_engine(lambda: pool.is_closed), metrics, options)
+    with naming_options(capacity="--queue"):
+        app = create_app(model, pool, metrics, config)
+    settings = {**runtime_settings(manifest, options), "expected": manifest}  # of every engine, whenever it is loaded
+    load = partial(load_warm_engine, options.model.resolve(), model.limits, config.guidance_scale, settings)
     with _open_engines(load, options) as load_engine:
-        app = create_app(queue, config)
         on_ready = partial(announce, has_page=config.page, opens=options.open)
-        serve(queue, app, options.host, options.port, config.request_seconds, on_ready, config.keep_alive_seconds)
+        serve(pool, app, options.host, options.port, config.request_seconds, on_ready, config.keep_alive_seconds)
     return 0
 
 
@@ -151,37 +157,23 @@ def _app_config(options: argparse.Namespace, limits: Limits) -> AppConfig:
                 f"--steps {config.steps} is not allowed: --max-steps is {limits.steps}. Lower the one or raise the "
                 "other."
             )
-        first, *_ = warm_up_jobs(limits, config.guidance_scale)
-        limits.check(replace(first, steps=config.steps))
+        limits.checked(guidance_scale=config.guidance_scale)
     return config
 
 
-def _make_queue(load: "Callable[[], Engine]", name: str, limits: Limits, options: argparse.Namespace) -> "ImageQueue":
-    """The queue for an exported model of this name. `load` loads an engine.
+def _make_pool(load: "Callable[[], ImageEngine]", metrics: "Metrics", options: argparse.Namespace) -> "EnginePool":
+    """The engines, which `load` makes, and their queue.
 
     Raises:
         ToMeConfigError: an option has a value that is not allowed.
     """
-    from ..serving.queue import ImageQueue
+    from ..serving.pool import EnginePool
+    from ..serving.queue import JobQueue
 
-    if options.queue < options.max_images:
-        raise ToMeConfigError(
-            f"--queue {options.queue} is not allowed: one request may ask for --max-images {options.max_images} "
-            "images, which the queue must hold. Raise the one or lower the other."
-        )
     min_engines, max_engines = replicas(options)
     with naming_options(max_batch="--batch", stuck_seconds="twice --timeout"):
-        return ImageQueue(
-            load,
-            name,
-            limits,
-            capacity=options.queue,
-            max_batch=options.batch,
-            batch_wait=options.batch_wait,
-            stuck_seconds=2 * options.timeout,
-            min_engines=min_engines,
-            max_engines=max_engines,
-        )
+        queue = JobQueue(metrics, options.queue, options.batch, options.batch_wait)
+        return EnginePool(load, queue, metrics, min_engines, max_engines, stuck_seconds=2 * options.timeout)
 
 
 def announce(url: str, has_page: bool = True, opens: bool = False) -> None:
@@ -225,11 +217,11 @@ def warm_up_jobs(limits: Limits, guidance_scale: float, steps: int = 2) -> list[
 
     They load the models beside the UNet, whose predictors are created at their first use.
     """
-    height, width = limits.sizes[0]
-    job = Job("", height, width, limits.ratios[0], seed=0, steps=steps, guidance_scale=guidance_scale)
+    size = limits.sizes[0]
+    job = Job("", size, limits.ratios[0], seed=0, steps=steps, guidance_scale=guidance_scale)
     if not limits.image_to_image:
         return [job]
-    return [job, replace(job, image=Image.new("RGB", (width, height)), strength=1.0)]
+    return [job, replace(job, image=Image.new("RGB", (size.width, size.height)), strength=1.0)]
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from ..run.models import ExportedUNet
 from ..summary import ToMeSummary
 from ..wording import merging_in_words
 from .clock import NO_DIFFERENCE, gain, now, order_of_round
+from .defaults import ROUNDS
 from .fonts import Font
 from .peak_memory import peak_bytes, restart_peak
 from .sheets import make_sheet
@@ -25,7 +26,6 @@ from .similarity import psnr, ssim
 
 PLAIN = "plain"
 Merging: TypeAlias = ToMeConfig | ExportedMerging
-ROUNDS = 5  # steps of each arm that are timed
 MIN_SIDE = 16  # px, of an image: SSIM needs windows of 11 px
 
 

@@ -1,8 +1,7 @@
 """Result files: one form for every kind of measurement, written completely or not at all."""
 
 import json
-import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,6 @@ from .environment import commit, describe_environment
 
 # The current format of each kind.
 FORMATS = {"speed": 4, "operations": 4, "quality": 4, "comparison": 5, "load": 2, "experiments": 1, "rehearsal": 1}
-
-
-PROGRAM = "python -m ppdiffusers_tome"
-
-
-def command_line(arguments: Sequence[str], program: str = PROGRAM) -> str:
-    """A program with these arguments, as results and messages write it."""
-    return f"{program} {shlex.join(arguments)}"
 
 
 def make_result(kind: str, command: str, /, **content: Any) -> dict[str, Any]:

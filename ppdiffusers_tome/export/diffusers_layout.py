@@ -8,31 +8,28 @@ dimensions are those of `optimum.exporters.onnx` (read in optimum-onnx 0.1.0, op
 import importlib.util
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ppdiffusers import DiffusionPipeline
 
 from .._version import __version__
-from ..config import ToMeConfig
-from ..errors import ParameterError, ToMeExportError
+from ..errors import ToMeExportError
 from ..families.models import vae_factor
 from ..run.defaults import ModelDefaults, read_defaults
-from ..run.manifest import TEXT_ENCODERS, ProgramFile, Size, ratio_name
+from ..run.manifest import ProgramFile, Size, ratio_name
 from ..run.onnx_weights import external_places, set_places
 from ..run.runtime import load_module
 from ..wording import method_in_words
+from .exportable import is_xl, text_encoders
+from .layouts import MARK, DiffusersLayout
+from .request import DenoiserMerging
 
 if TYPE_CHECKING:
     import onnx
 
-LAYOUTS = ("ppdiffusers", "diffusers")
-FORMATS = ("onnx", "openvino")  # of the models in this layout
-RUNTIMES = ("openvino", "onnxruntime")  # whose form of attention the models have; the first is the default
-MARK = "_ppdiffusers_tome"  # the entry of model_index.json by which this package knows its own folders
 # Pipelines that the loaders know, by their class in ppdiffusers, which has the same name there.
 CLASSES = (
     "StableDiffusionPipeline",
@@ -68,75 +65,6 @@ TEXT_CONFIG = (  # the entries of transformers' CLIPTextConfig
 PASSED = ("force_zeros_for_empty_prompt", "requires_aesthetics_score")  # arguments of SDXL's pipelines
 
 
-@dataclass(frozen=True)
-class DiffusersLayout:
-    """A request for this layout.
-
-    Args:
-        format: "onnx", or "openvino" for OpenVINO's own files, which OpenVINO GenAI needs.
-        runtime: which runtime the ONNX models are for. "openvino": attention is computed step by step, as OpenVINO
-            fuses it itself; ONNX Runtime runs these models too. "onnxruntime": attention is one operator of ONNX
-            Runtime, which OpenVINO does not have.
-
-    Raises:
-        ToMeConfigError: a value is not allowed.
-        ToMeExportError: OpenVINO is not installed, for format="openvino".
-    """
-
-    format: Literal["onnx", "openvino"] = "onnx"
-    runtime: Literal["openvino", "onnxruntime"] = "openvino"
-
-    def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise ParameterError("format", self.format, f"the layout 'diffusers' has one of {[*FORMATS]}.")
-        if self.runtime not in RUNTIMES:
-            raise ParameterError("runtime", self.runtime, f"it must be one of {[*RUNTIMES]}.")
-        if self.format == "openvino":
-            if self.runtime != "openvino":
-                rule = "ONNX Runtime does not read files of the format 'openvino'. Leave out one of the two."
-                raise ParameterError("runtime", self.runtime, rule)
-            load_module("openvino")
-
-
-def choose_layout(layout: str, format: str | None, runtime: str | None) -> DiffusersLayout | None:
-    """The request that the arguments of `export_pipeline` make; None for ppdiffusers' layout.
-
-    Args:
-        layout: one of LAYOUTS.
-        format: None: the layout's own.
-        runtime: None: the default.
-
-    Raises:
-        ToMeConfigError, ToMeExportError: as `DiffusersLayout`, or a value belongs to the other layout.
-    """
-    if layout not in LAYOUTS:
-        raise ParameterError("layout", layout, f"it must be one of {[*LAYOUTS]}.")
-    if layout == "diffusers":
-        return DiffusersLayout(format or FORMATS[0], runtime or RUNTIMES[0])  # type: ignore[arg-type]  # checked there
-    if runtime is not None:
-        raise ParameterError(
-            "runtime",
-            runtime,
-            "it is for the layout 'diffusers'. Exports in ppdiffusers' layout get the form that a runtime needs when "
-            "they are loaded. Leave it out.",
-        )
-    if format == "openvino":
-        rule = "it is for the layout 'diffusers'. In ppdiffusers' layout OpenVINO runs the format 'onnx'."
-        raise ParameterError("format", format, rule)
-    return None
-
-
-def check_single(configs: Sequence[ToMeConfig] | None, sizes: Iterable[tuple[int, int]] | None) -> None:
-    """Raise ToMeConfigError if there are several sizes or ratios; the folder has one of each."""
-    ratios = tuple(dict.fromkeys(ratio_name(config.effective_ratio) for config in configs or ()))
-    different = tuple(dict.fromkeys(str(Size(*size)) for size in sizes or ()))
-    for name, values in (("ratios", ratios), ("sizes", different)):
-        if len(values) > 1:
-            raise ParameterError(
-                name, values, "the layout 'diffusers' has one UNet. Export each of them to a folder of its own."
-            )
-
-
 def check_loadable(pipe: DiffusionPipeline) -> None:
     """Raise unless the loaders know this pipeline and its parts.
 
@@ -163,19 +91,12 @@ def check_loadable(pipe: DiffusionPipeline) -> None:
         )
 
 
-def is_layout(folder: Path) -> bool:
-    """Whether this package wrote a folder in this layout."""
-    try:
-        return MARK in json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-
-
 def write_layout(
     layout: DiffusersLayout,
     export: Path,
     written: Iterable[ProgramFile],
-    config: ToMeConfig | None,
+    merging: DenoiserMerging,
+    size: Size,
     pipe: DiffusionPipeline,
     folder: Path,
 ) -> None:
@@ -184,7 +105,8 @@ def write_layout(
     Args:
         export: the folder of the export.
         written: its programs, each as ONNX; one UNet.
-        config: how its UNet merges; None: not at all.
+        merging: how its UNet merges.
+        size: the UNet's size.
         pipe: the pipeline that was exported.
         folder: an existing folder on the same file system.
 
@@ -193,13 +115,11 @@ def write_layout(
         ToMeExportError: OpenVINO cannot convert a model.
     """
     files = {file.model: file for file in written}
-    size, ratio = files["unet"].size, files["unet"].ratio
-    assert size is not None and ratio is not None
     for name, file in files.items():
         part = folder / name
         part.mkdir()
         outputs = _outputs(name, pipe)
-        write_model(export / str(file.onnx), part / "model.onnx", name, outputs, size, vae_factor(pipe), layout)
+        write_model(export / file.onnx_files[0], part / "model.onnx", name, outputs, size, vae_factor(pipe), layout)
         _write_json(part / "config.json", _config(name, pipe, size, "vae_encoder" in files))
         if layout.format == "openvino":
             convert_model(part)
@@ -212,22 +132,17 @@ def write_layout(
     _write_json(path, without_foreign(json.loads(path.read_text(encoding="utf-8"))))
     if layout.format == "openvino":
         _convert_tokenizers(folder)
-    method = method_in_words(config) if config else "plain"
-    about = {"version": __version__, "size": str(size), "ratio": ratio, "method": method}
+    method = "plain" if merging.unet is None else method_in_words(merging.unet)
+    about = {"version": __version__, "size": str(size), "ratio": merging.ratio, "method": method}
     _write_json(folder / "model_index.json", _model_index(pipe) | {MARK: about})
     (folder / "README.md").write_text(_readme(layout, pipe, about), encoding="utf-8")
-
-
-def text_encoders(pipe: DiffusionPipeline) -> list[str]:
-    """The names of a pipeline's text encoders: one in Stable Diffusion, two in SDXL, the second in SDXL's refiner."""
-    return [name for name in TEXT_ENCODERS if vars(pipe).get(name) is not None]
 
 
 def _outputs(model: str, pipe: DiffusionPipeline) -> tuple[str, ...]:
     """The names of a model's outputs; if the program has more, they are the states of the text encoder's layers."""
     if model in text_encoders(pipe):
         layers = range(getattr(pipe, model).config.num_hidden_layers + 1)
-        states = [f"hidden_states.{layer}" for layer in layers] if "text_encoder_2" in pipe.config else []
+        states = [f"hidden_states.{layer}" for layer in layers] if is_xl(pipe) else []
         return (*TEXT_OUTPUTS[type(getattr(pipe, model)).__name__], *states)
     return {"unet": ("out_sample",), "vae_decoder": ("sample",), "vae_encoder": ("mean", "logvar")}[model]
 
@@ -383,7 +298,7 @@ def _config(model: str, pipe: DiffusionPipeline, size: Size, has_encoder: bool) 
     if model != "unet":
         return without_foreign(dict(pipe.vae.config))
     latent = [size.height // vae_factor(pipe), size.width // vae_factor(pipe)]
-    is_number = has_encoder or "text_encoder_2" in pipe.config or latent[0] == latent[1]
+    is_number = has_encoder or is_xl(pipe) or latent[0] == latent[1]
     return without_foreign(dict(pipe.unet.config)) | {"sample_size": max(latent) if is_number else latent}
 
 
@@ -415,7 +330,7 @@ def _model_index(pipe: DiffusionPipeline) -> dict[str, Any]:
         if vars(pipe).get(name) is not None:
             index[name] = ["transformers", "CLIPTokenizer"]
     index = {"text_encoder": [None, None], "tokenizer": [None, None]} | index  # as in SDXL's refiner
-    if "text_encoder_2" in pipe.config:
+    if is_xl(pipe):
         return index | {name: pipe.config[name] for name in PASSED if name in pipe.config}
     none = {"feature_extractor": [None, None], "image_encoder": [None, None], "safety_checker": [None, None]}
     return index | none | {"requires_safety_checker": False}

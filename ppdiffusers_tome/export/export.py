@@ -5,7 +5,7 @@ import inspect
 import json
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from ppdiffusers import DiffusionPipeline
 
 from .._version import __version__
 from ..attach.attach import attach, detach
-from ..config import ToMeConfig
 from ..families.models import text_tokens, vae_factor
 from ..replacement import replacing
 from ..run.defaults import DEFAULTS
@@ -27,6 +26,7 @@ from ..run.manifest import (
     COPIED,
     READERS,
     Manifest,
+    PlannedProgram,
     ProgramFile,
     Size,
     list_programs,
@@ -35,22 +35,12 @@ from ..run.manifest import (
 from ..run.onnx_weights import SharedWeights
 from ..run.paddle_runtime import PaddleRuntime
 from . import programs
-from .arguments import (
-    EXPORT_FORMATS,
-    Configs,
-    check_arguments,
-    check_pipeline,
-    controlnet_of,
-    default_format,
-    is_xl,
-    list_sizes,
-    make_configs,
-    merging_of,
-    sizes_of,
-)
 from .conversion import Converter
-from .diffusers_layout import DiffusersLayout, check_loadable, choose_layout, text_encoders, write_layout
+from .diffusers_layout import check_loadable, write_layout
+from .exportable import applied_merging, check_pipeline, controlnet_of, is_xl, sizes_for, text_encoders
+from .layouts import DiffusersLayout, Layout, choose_layout
 from .programs import Traceable, count_residuals
+from .request import DenoiserMerging, ExportRequest, list_merging, list_sizes, make_configs
 from .tracing import save
 
 RUNTIME_MODEL = ["ppdiffusers", "PaddleInferRuntimeModel"]  # the class that ppdiffusers loads a program with
@@ -116,84 +106,63 @@ def export_pipeline(
     Example:
         >>> export_pipeline(pipe, "build/emoji", ratios=(0.5, 0), sizes=[(128, 128), (192, 128)])
     """
-    diffusers_layout = choose_layout(layout, format, runtime)
-    return write_export(
-        pipe,
-        Path(folder),
-        make_configs(ratios, settings),
-        list_sizes(sizes),
+    configs = make_configs(ratios, settings)
+    request = ExportRequest(
+        folder=Path(folder),
+        merging=None if configs is None else list_merging(configs, controlnet),
+        sizes=list_sizes(sizes),
+        layout=choose_layout(layout, format, runtime),
         image_to_image=image_to_image,
-        controlnet=controlnet,
-        format=(format or default_format()) if diffusers_layout is None else "onnx",
-        layout=diffusers_layout,
         overwrite=overwrite,
         progress=progress,
     )
+    return write_export(pipe, request)
 
 
-def write_export(
-    pipe: DiffusionPipeline,
-    folder: Path,
-    configs: Sequence[ToMeConfig] | None,
-    sizes: Collection[tuple[int, int]] | None,
-    *,
-    image_to_image: bool = False,
-    controlnet: bool | float = True,
-    format: str,
-    layout: DiffusersLayout | None = None,
-    overwrite: bool = False,
-    progress: bool = True,
-) -> Manifest:
-    """`export_pipeline` for configs in place of ratios and settings.
-
-    Args:
-        configs: one for each ratio; None: those that are applied to the pipeline.
-        layout: None: ppdiffusers'. Otherwise format must be "onnx".
-    """
-    check_arguments(folder, configs, sizes, controlnet=controlnet, overwrite=overwrite, format=format, layout=layout)
+def write_export(pipe: DiffusionPipeline, request: ExportRequest) -> Manifest:
+    """Write the export that is requested of a pipeline: see `export_pipeline`, which has the same errors."""
     check_pipeline(pipe)
-    if layout is not None:
+    layout = request.layout
+    if isinstance(layout, DiffusersLayout):
         check_loadable(pipe)
-    merging = merging_of(pipe, configs, controlnet)
-    sizes = sizes_of(pipe, sizes)
-    image_to_image = image_to_image or READERS[type(pipe).__name__][0] is None
-    planned = list_programs(sizes, merging, text_encoders(pipe), image_to_image)
-    with replacing(folder, overwrite) as partial, Converter() as converter:
-        export = partial if layout is None else partial / "export"
-        states = layout is not None
-        writer = _Writer(pipe, merging, sizes[0], export, EXPORT_FORMATS[format], converter, states)
-        for number, (target, file) in enumerate(planned.items(), 1):
-            if progress:
-                print(f"exporting {file.label} ({number} of {len(planned)}) …", file=sys.stderr, flush=True)
-            writer.write(file, target)
+    merging = request.merging or (applied_merging(pipe),)
+    sizes = sizes_for(pipe, request.sizes)
+    image_to_image = request.image_to_image or READERS[type(pipe).__name__][0] is None
+    planned = list_programs(sizes, [one.ratio for one in merging], text_encoders(pipe), image_to_image)
+    with replacing(request.folder, request.overwrite) as partial, Converter() as converter:
+        export = partial / "export" if isinstance(layout, DiffusersLayout) else partial
+        writer = _Writer(pipe, merging, sizes[0], export, layout, converter)
+        for number, (target, program) in enumerate(planned.items(), 1):
+            if request.progress:
+                print(f"exporting {program.label} ({number} of {len(planned)}) …", file=sys.stderr, flush=True)
+            writer.write(program, target)
         copy_parts(pipe, export, image_to_image)
         manifest = Manifest(
             **_describe_pipeline(pipe, merging),
             sizes=sizes,
             image_to_image=image_to_image,
             programs=tuple(writer.written),
-            files=_list_files(export) if layout is None else {},
+            files={} if isinstance(layout, DiffusersLayout) else _list_files(export),
         )
-        if layout is None:
-            manifest.save(partial)
-        else:
-            config, _ = merging[manifest.ratios[0]]
-            write_layout(layout, export, manifest.programs, config, pipe, partial)
+        if isinstance(layout, DiffusersLayout):
+            write_layout(layout, export, manifest.programs, merging[0], sizes[0], pipe, partial)
             shutil.rmtree(export)
+        else:
+            manifest.save(partial)
     return manifest
 
 
-def _describe_pipeline(pipe: DiffusionPipeline, merging: Mapping[float, Configs]) -> dict[str, Any]:
+def _describe_pipeline(pipe: DiffusionPipeline, merging: Sequence[DenoiserMerging]) -> dict[str, Any]:
     """The fields of a manifest that follow from the pipeline, its merging and the versions in use."""
     controlnet = controlnet_of(pipe)
     return {
         "format": 1,
         "name": Path(pipe.config.get("_name_or_path") or type(pipe).__name__).name,
         "pipeline": type(pipe).__name__,
-        "ratios": tuple(merging),
+        "ratios": tuple(one.ratio for one in merging),
         "residuals": 0 if controlnet is None else count_residuals(controlnet),
         "vae_factor": vae_factor(pipe),
-        "merging": {ratio_name(ratio): (_settings(unet), _settings(net)) for ratio, (unet, net) in merging.items()},
+        "merging": {ratio_name(one.ratio): one.settings() for one in merging},
         "versions": {
             "ppdiffusers_tome": __version__,
             "paddle": paddle.__version__,
@@ -202,86 +171,83 @@ def _describe_pipeline(pipe: DiffusionPipeline, merging: Mapping[float, Configs]
     }
 
 
-def _settings(config: ToMeConfig | None) -> dict[str, Any] | None:
-    return None if config is None else config.settings()
-
-
 class _Writer:
     """Writes the programs of an export, one after another; one copy of one model is in memory.
 
     Args:
+        merging: how the UNet's programs merge.
         size: image size of the comparison with eager, for programs of any size.
         folder: the folder to write to.
-        formats: some of FORMATS.
-        all_states: SDXL's text encoders return the states of all their layers.
+        layout: it has the formats to write. For "diffusers", SDXL's text encoders return the states of all layers.
     """
 
     def __init__(
         self,
         pipe: DiffusionPipeline,
-        merging: Mapping[float, Configs],
+        merging: Sequence[DenoiserMerging],
         size: Size,
         folder: Path,
-        formats: tuple[str, ...],
+        layout: Layout,
         converter: Converter,
-        all_states: bool = False,
     ) -> None:
         self.written: list[ProgramFile] = []
-        self._pipe, self._merging, self._size = pipe, merging, size
-        self._folder, self._formats, self._all_states = folder, formats, all_states
-        self._converter = converter if "onnx" in formats else None
+        self._pipe, self._size, self._folder = pipe, size, folder
+        self._merging = {one.ratio: one for one in merging}
+        self._formats, self._all_states = layout.formats, isinstance(layout, DiffusersLayout)
+        self._converter = converter if "onnx" in layout.formats else None
         self._weights: dict[str, SharedWeights] = {}  # of ONNX programs, by model
 
-    def write(self, planned: ProgramFile, target: str) -> None:
+    def write(self, planned: PlannedProgram, target: str) -> None:
         """Write one program, in Paddle's format to the folder `target`."""
         file = self._trace(planned, target)
-        if file.onnx is not None:
+        if "onnx" in self._formats:
             file = self._move_onnx(file, f"onnx/{planned.name}.onnx")
-        if "paddle" not in self._formats:
+        if "paddle" in self._formats:
+            file = self._share_params(file)
+        else:
             shutil.rmtree(self._folder / target, ignore_errors=True)
             file = replace(file, program=None, params=None)
-        elif file.params is not None:
-            others = [self._folder / str(other.params) for other in self.written if other.model == file.model]
-            params = share_weights(self._folder / file.params, others)
-            file = replace(file, params=params.relative_to(self._folder).as_posix())
         self.written.append(file)
 
-    def _trace(self, planned: ProgramFile, target: str) -> ProgramFile:
+    def _trace(self, planned: PlannedProgram, target: str) -> ProgramFile:
         size, factor = planned.size or self._size, vae_factor(self._pipe)
         dims = {"height": size.height, "width": size.width, "tokens": text_tokens(self._pipe)}
         dims |= {"latent_height": size.height // factor, "latent_width": size.width // factor}
-        traceable = _traceable(self._pipe, planned, self._merging, self._all_states)
-        return save(traceable, planned, self._folder, target, dims, PaddleRuntime().cores(), self._converter)
+        return save(
+            self._traceable(planned), planned, self._folder, target, dims, PaddleRuntime().cores(), self._converter
+        )
+
+    def _traceable(self, planned: PlannedProgram) -> Traceable:
+        """The layer to trace for a planned program, with its merging."""
+        pipe, model = self._pipe, planned.model
+        if model == "vae_encoder":
+            return programs.vae_encoder(pipe.vae)
+        if model == "vae_decoder":
+            return programs.vae_decoder(pipe.vae)
+        if planned.ratio is None:
+            return programs.text_encoder(getattr(pipe, model), is_xl(pipe), self._all_states)
+        time_ids = 5 if pipe.config.get("requires_aesthetics_score") else 6  # of SDXL, which then has no target size
+        traceable = programs.denoiser(pipe.unet, controlnet_of(pipe), time_ids)
+        merging = self._merging[planned.ratio]
+        detach(traceable.layer)  # the wraps of the originals, which were copied too
+        if merging.unet is not None:
+            attach(traceable.layer.unet, merging.unet, None)
+        if merging.controlnet is not None and traceable.layer.controlnet is not None:
+            attach(traceable.layer.controlnet, merging.controlnet, merging.controlnet)
+        return traceable
+
+    def _share_params(self, file: ProgramFile) -> ProgramFile:
+        """The program with the weights of an earlier one of its model, if they are equal."""
+        own = self._folder / file.paddle_files[1]
+        others = [self._folder / other.paddle_files[1] for other in self.written if other.model == file.model]
+        return replace(file, params=share_weights(own, others).relative_to(self._folder).as_posix())
 
     def _move_onnx(self, file: ProgramFile, target: str) -> ProgramFile:
         """Move a program beside the weights of its model."""
         if file.model not in self._weights:
             self._weights[file.model] = SharedWeights(self._folder / f"onnx/{file.model}{ONNX_WEIGHTS}")
-        self._weights[file.model].move(self._folder / str(file.onnx), self._folder / target)
+        self._weights[file.model].move(self._folder / file.onnx_files[0], self._folder / target)
         return replace(file, onnx=target)
-
-
-def _traceable(
-    pipe: DiffusionPipeline, planned: ProgramFile, merging: Mapping[float, Configs], all_states: bool
-) -> Traceable:
-    """The layer to trace for a planned program, with its merging."""
-    model = planned.model
-    if model == "vae_encoder":
-        return programs.vae_encoder(pipe.vae)
-    if model == "vae_decoder":
-        return programs.vae_decoder(pipe.vae)
-    if planned.ratio is None:
-        return programs.text_encoder(getattr(pipe, model), is_xl(pipe), all_states)
-    controlnet = controlnet_of(pipe)
-    time_ids = 5 if pipe.config.get("requires_aesthetics_score") else 6  # of SDXL, which then has no target size
-    traceable = programs.denoiser(pipe.unet, controlnet, time_ids)
-    config, controlnet_config = merging[planned.ratio]
-    detach(traceable.layer)  # the wraps of the originals, which were copied too
-    if config is not None:
-        attach(traceable.layer.unet, config, None)
-    if controlnet_config is not None and controlnet is not None:
-        attach(traceable.layer.controlnet, controlnet_config, controlnet_config)
-    return traceable
 
 
 def share_weights(params: Path, others: list[Path]) -> Path:

@@ -1,4 +1,4 @@
-"""Models that are not exported: check a model's folder, read its settings, load it for an export."""
+"""Models that are not exported: check a model's folder, read its settings, load it."""
 
 import inspect
 import json
@@ -86,10 +86,10 @@ def _read_index(model: str) -> dict[str, Any]:
     return index if isinstance(index, dict) else {}
 
 
-def load_for_export(
+def load_eager_pipeline(
     model: str, controlnet: str | None = None, safety_checker: bool = True, dtype: str = "float32"
 ) -> DiffusionPipeline:
-    """Load a pipeline for `export_pipeline`, which needs float32, or for `compare`.
+    """Load a pipeline that is not exported, as `export_pipeline` needs it, or in another dtype for `compare`.
 
     Args:
         model: folder in ppdiffusers' format, or hub name.
@@ -109,7 +109,10 @@ def load_for_export(
         index = _read_index(model) if Path(model).is_dir() else download_index(model)
         # ppdiffusers asks for what the folder says is absent, such as the third text encoder of Stable Diffusion 3.
         dropped: dict[str, Any] = {name: None for name, part in index.items() if part == [None, None]}
-        dropped |= {} if safety_checker else {"safety_checker": None, "requires_safety_checker": False}
+        if not safety_checker:
+            cls = getattr(ppdiffusers, str(index.get("_class_name")), DiffusionPipeline)
+            has_checker = controlnet is not None or "safety_checker" in inspect.signature(cls).parameters
+            dropped |= {"safety_checker": None, "requires_safety_checker": False} if has_checker else {}
         if controlnet is None:
             return DiffusionPipeline.from_pretrained(model, **arguments, **dropped)
         network = ControlNetModel.from_pretrained(controlnet, **arguments)

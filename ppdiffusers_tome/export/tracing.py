@@ -17,7 +17,7 @@ from paddle.base.proto import framework_pb2
 
 from ..errors import ToMeExportError
 from ..run.folder import ExportedFolder
-from ..run.manifest import ProgramFile
+from ..run.manifest import PlannedProgram, ProgramFile
 from ..run.onnx_runtime import OnnxProgram, OnnxRuntime
 from ..run.paddle_runtime import PaddleRuntime
 from ..run.runtime import FUSED_TOLERANCE, Program, error_summary, return_memory
@@ -60,7 +60,7 @@ def _on_cpu() -> Iterator[None]:
 @_on_cpu()
 def save(
     traceable: Traceable,
-    planned: ProgramFile,
+    planned: PlannedProgram,
     root: Path,
     folder: str,
     dims: Mapping[str, int],
@@ -81,7 +81,7 @@ def save(
         converter: converts the program to ONNX too.
 
     Returns:
-        `planned` with its files and relative differences. oneDNN's may exceed its tolerance: see `is_accurate`.
+        The program with its files and relative differences. oneDNN's may exceed its tolerance: see `is_accurate`.
 
     Raises:
         ToMeExportError: Paddle cannot trace the layer or paddle2onnx not convert its program, or the program differs
@@ -91,7 +91,13 @@ def save(
     comparison = _Comparison(traceable, dims)
     fixed = {name: size for name, size in dims.items() if name != "tokens"} if planned.size else {}
     program, params = write_program(traceable, root / folder, fixed, planned.label)
-    file = replace(planned, program=program.relative_to(root).as_posix(), params=params.relative_to(root).as_posix())
+    file = ProgramFile(
+        planned.model,
+        planned.size,
+        planned.ratio,
+        program=program.relative_to(root).as_posix(),
+        params=params.relative_to(root).as_posix(),
+    )
     runtime = PaddleRuntime(threads=max(MIN_THREADS, threads), onednn=False)
 
     @functools.cache
@@ -128,7 +134,7 @@ def _compare_in_paddle(
     parity = comparison.differences(runtime.load(ExportedFolder(root), file), TOLERANCE, unfused)
     _check(parity, TOLERANCE, f"exported {file.label}")
     file = replace(file, parity=parity)
-    if str(file.program).endswith(".json"):
+    if file.paddle_files[0].endswith(".json"):
         return file
     return_memory()
     onednn = replace(runtime, onednn=True).load(ExportedFolder(root), file)

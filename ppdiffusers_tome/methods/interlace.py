@@ -71,9 +71,7 @@ def _whole_parts(parts: float) -> int:
     return max(1, min(round(parts), PARTS))
 
 
-INTERLACE = Interlace(
-    "interlace", "keys and values are those of a part of the tokens, and of another part in each step"
-)
+INTERLACE = Interlace("interlace")
 
 
 def ranks(grid: Grid) -> np.ndarray:  # [h, w] int64

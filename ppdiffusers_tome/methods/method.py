@@ -36,15 +36,13 @@ class Method(ABC):
     From here on everything counts the tokens that remain ("kept"): users pass the share that goes (`ratio`).
 
     Args:
-        name: one word.
-        description: what remains, in one line.
+        name: one word, with a description in `method_names.py`.
         settings: the settings that this method has beside those that all methods have.
         merges_queries: whether layers run on the tokens that remain, and give their results to those that merged into
             them; otherwise every token keeps its query and its output, and only keys and values are fewer.
     """
 
     name: str
-    description: str
     settings: frozenset[str] = frozenset()
     merges_queries: bool = False
 

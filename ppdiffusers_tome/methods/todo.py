@@ -42,11 +42,7 @@ def _per_cell(settings: Settings) -> int:
     return round((1 - settings.effective_ratio) * settings.sx * settings.sy)
 
 
-TODO = Todo(
-    "todo",
-    "keys and values are those of one token of each cell, or at ratio 0.5 of a checkerboard",
-    settings=frozenset({"sx", "sy"}),
-)
+TODO = Todo("todo", settings=frozenset({"sx", "sy"}))
 
 
 @paddle.jit.not_to_static  # constants, which Paddle would compute in the program

@@ -53,7 +53,6 @@ class Tomesd(Method):
 
 TOMESD = Tomesd(
     "tomesd",
-    "the results of tomesd, also with its random dst in each step",
     settings=frozenset({"sx", "sy", "use_rand", "seed", "merge_attn", "merge_crossattn", "merge_mlp"}),
     merges_queries=True,
 )

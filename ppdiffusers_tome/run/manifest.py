@@ -36,6 +36,8 @@ READERS = {
     "StableDiffusionXLImg2ImgPipeline": (None, "PaddleInferStableDiffusionXLImg2ImgPipeline"),
 }
 
+DAMAGED = "is damaged, or was written by another version of this package"
+
 Side: TypeAlias = Annotated[int, Field(ge=1, le=99_999)]
 Ratio: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 RelativeDifference: TypeAlias = Annotated[float, AllowInfNan(True)]
@@ -109,24 +111,16 @@ class ExportedMerging:
 
 
 @dataclass(frozen=True, config=STRICT)
-class ProgramFile:
-    """One program of a folder, planned or written; several may share one file of weights."""
+class PlannedProgram:
+    """One program of an export before it is written: what identifies it."""
 
     model: str  # "unet", "text_encoder", "vae_decoder", ...
-    # "unet/inference.pdmodel", with Paddle 3 "….json"; None if only ONNX was exported
-    program: InnerPath | None = None
-    params: InnerPath | None = None  # "unet/inference.pdiparams"
     size: Size | None = None  # of its images; None: any
     ratio: Ratio | None = None  # 0 for a plain denoiser; None for models that do not merge
-    # max|program - eager| / max|eager| by batch size, with Paddle's own kernels and with oneDNN's.
-    parity: dict[str, float] = field(default_factory=dict, hash=False)
-    onednn_parity: dict[str, RelativeDifference] = field(default_factory=dict, hash=False)
-    onnx: InnerPath | None = None  # "onnx/unet.onnx", with its weights in "onnx/unet.weights"; None if not exported
-    onnx_parity: dict[str, float] = field(default_factory=dict, hash=False)  # of ONNX Runtime
 
     @property
     def place(self) -> tuple[str, Size | None, float | None]:
-        """Model, size and ratio, which identify a program of an export."""
+        """Model, size and ratio, which identify a program of an export, planned or written."""
         return self.model, self.size, self.ratio
 
     @property
@@ -141,27 +135,55 @@ class ProgramFile:
         size = [] if self.size is None else [str(self.size)]
         return "_".join([self.model, *size, *([] if self.ratio is None else [ratio_name(self.ratio)])])
 
+
+@dataclass(frozen=True, config=STRICT)
+class ProgramFile(PlannedProgram):
+    """One program of a folder, in Paddle's format, as ONNX, or both; several may share one file of weights."""
+
+    program: InnerPath | None = None  # "unet/inference.pdmodel", with Paddle 3 "….json"; None if only ONNX is there
+    params: InnerPath | None = None  # "unet/inference.pdiparams", where `program` is there
+    # max|program - eager| / max|eager| by batch size, with Paddle's own kernels and with oneDNN's.
+    parity: dict[str, float] = field(default_factory=dict, hash=False)
+    onednn_parity: dict[str, RelativeDifference] = field(default_factory=dict, hash=False)
+    onnx: InnerPath | None = None  # "onnx/unet.onnx", with its weights in "onnx/unet.weights"; None if not exported
+    onnx_parity: dict[str, float] = field(default_factory=dict, hash=False)  # of ONNX Runtime
+
+    def __post_init__(self) -> None:
+        if (self.program is None) != (self.params is None) or not self.paths:
+            raise ValueError(f"the files of {self.label} are incomplete")
+
     @property
     def paths(self) -> list[str]:
         """The program's files in the exported folder, in all formats, except ONNX weights."""
         return [path for path in (self.program, self.params, self.onnx) if path is not None]
 
     @property
-    def onnx_files(self) -> list[str]:
-        """Its `.onnx` file, and the file beside it that has the weights of the model."""
-        path = PurePosixPath(str(self.onnx))
-        return [str(path), str(path.with_name(f"{self.model}{ONNX_WEIGHTS}"))]
+    def paddle_files(self) -> tuple[str, str]:
+        """Its program and weights in Paddle's format; ToMeExportError if it was not exported in that."""
+        if self.program is None or self.params is None:
+            raise ToMeExportError(f"{self.label} has no Paddle program: export it with --format both.")
+        return self.program, self.params
+
+    @property
+    def onnx_files(self) -> tuple[str, str]:
+        """Its `.onnx` file, and the model's weights beside it; ToMeExportError if it was not exported as ONNX."""
+        if self.onnx is None:
+            raise ToMeExportError(f"{self.label} has no ONNX program: export it with --format both.")
+        return self.onnx, str(PurePosixPath(self.onnx).with_name(f"{self.model}{ONNX_WEIGHTS}"))
 
     @property
     def formats(self) -> tuple[str, ...]:
         """Some of `FORMATS`: those that the program was exported in."""
-        has = {"paddle": None not in (self.program, self.params), "onnx": self.onnx is not None}
+        has = {"paddle": self.program is not None, "onnx": self.onnx is not None}
         return tuple(name for name in FORMATS if has[name])
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
 class Manifest:
-    """What `export_pipeline` writes and `load_pipeline` reads; pydantic rejects wrong or inconsistent values."""
+    """What `export_pipeline` writes and `load_pipeline` reads.
+
+    pydantic rejects wrong values; whether the fields agree with each other, `open_export` checks.
+    """
 
     format: Literal[1]  # of tome.json
     name: str  # of the model's folder
@@ -190,24 +212,6 @@ class Manifest:
         if merge_map:
             others = tuple(file for file in self.programs if file.model != "merge_map")
             object.__setattr__(self, "programs", others)
-        encoders = [name for name in TEXT_ENCODERS if self.programs_of(name)]
-        last = "text_encoder_2" if "XL" in self.pipeline else "text_encoder"  # SDXL's refiner has no other
-        expected = list_programs(self.sizes, self.ratios, encoders, self.image_to_image).values()
-        paths = {path for file in self.programs for path in file.paths}
-        is_consistent = {
-            "pipeline": self.pipeline in READERS,
-            "residuals": ("ControlNet" in self.pipeline) == self.controlnet,
-            "vae_factor": not any(side % self.vae_factor for size in self.sizes for side in size),
-            "merging": list(self.merging) == [ratio_name(ratio) for ratio in self.ratios]
-            and all(is_ratio(one.get("ratio")) for pair in self.merging.values() for one in pair if one is not None),
-            "programs": [file.place for file in self.programs] == [file.place for file in expected]
-            and encoders[-1:] == [last],
-            "formats": all(file.formats == self.formats for file in self.programs) and bool(self.formats),
-            "files": not self.files or {*paths, "model_index.json"} <= set(self.files),
-        }
-        for name, consistent in is_consistent.items():
-            if not consistent:
-                raise ValueError(f"{name} is unknown or inconsistent with the other fields")
 
     def exported(self, ratio: Any) -> float:
         """The exported ratio that is the same as `ratio`; ToMeConfigError if there is none."""
@@ -256,8 +260,8 @@ def list_programs(
     ratios: Collection[float],
     encoders: Iterable[str],
     image_to_image: bool,
-) -> dict[str, ProgramFile]:
-    """The programs of an export, in order, without their files; the keys are the folders to write them to.
+) -> dict[str, PlannedProgram]:
+    """The programs of an export, in order; the keys are the folders to write them to.
 
     The folder of the first UNet is "unet", because ppdiffusers reads that one; only this package reads the others,
     whose folders have the names of the programs.
@@ -266,8 +270,8 @@ def list_programs(
         encoders: those of TEXT_ENCODERS that the pipeline has.
     """
     models = [*encoders, "vae_decoder", *(["vae_encoder"] if image_to_image else [])]
-    unets = [ProgramFile("unet", size=size, ratio=ratio) for size in sizes for ratio in ratios]
-    first, *others = [*unets, *map(ProgramFile, models)]
+    unets = [PlannedProgram("unet", size, ratio) for size in sizes for ratio in ratios]
+    first, *others = [*unets, *map(PlannedProgram, models)]
     return {first.model: first} | {file.name: file for file in others}
 
 
@@ -331,12 +335,35 @@ def open_export(folder: str | Path, verify: bool | None) -> tuple[ExportedFolder
         manifest = TypeAdapter(Manifest).validate_json(path.read_bytes())
         if not manifest.files:
             raise ToMeExportError(f"{path} is damaged, because it lists no files: export the model again.")
+        if (name := _inconsistent_field(manifest)) is not None:
+            reason = f"{name} is unknown or inconsistent with the other fields"
+            raise ToMeExportError(f"{path} {DAMAGED} ({reason}): export the model again.")
         return ExportedFolder(folder, manifest.files, verify), manifest
     except ValidationError as error:
-        reason = f"{path} is damaged, or was written by another version of this package ({first_error(error)})"
-        raise ToMeExportError(f"{reason}: export the model again.") from error
+        raise ToMeExportError(f"{path} {DAMAGED} ({first_error(error)}): export the model again.") from error
     except OSError as error:
         raise ToMeExportError(f"{folder} cannot be read ({error}): export or copy it again.") from error
+
+
+def _inconsistent_field(manifest: Manifest) -> str | None:
+    """The first field that does not agree with the others, or has a value that this release does not know."""
+    encoders = [name for name in TEXT_ENCODERS if manifest.programs_of(name)]
+    last = "text_encoder_2" if "XL" in manifest.pipeline else "text_encoder"  # SDXL's refiner has no other
+    expected = list_programs(manifest.sizes, manifest.ratios, encoders, manifest.image_to_image).values()
+    paths = {path for file in manifest.programs for path in file.paths}
+    merging = [settings for pair in manifest.merging.values() for settings in pair if settings is not None]
+    is_consistent = {
+        "pipeline": manifest.pipeline in READERS,
+        "residuals": ("ControlNet" in manifest.pipeline) == manifest.controlnet,
+        "vae_factor": not any(side % manifest.vae_factor for size in manifest.sizes for side in size),
+        "merging": list(manifest.merging) == [ratio_name(ratio) for ratio in manifest.ratios]
+        and all(is_ratio(settings.get("ratio")) for settings in merging),
+        "programs": [file.place for file in manifest.programs] == [planned.place for planned in expected]
+        and encoders[-1:] == [last],
+        "formats": all(file.formats == manifest.formats for file in manifest.programs),
+        "files": not manifest.files or {*paths, "model_index.json"} <= set(manifest.files),
+    }
+    return next((name for name, consistent in is_consistent.items() if not consistent), None)
 
 
 def first_error(error: ValidationError, fields: Iterable[str] = ()) -> str:

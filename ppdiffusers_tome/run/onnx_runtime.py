@@ -43,8 +43,6 @@ class OnnxRuntime(Runtime):
         ToMeExportError: ONNX Runtime is not installed.
     """
 
-    format = "onnx"
-
     def __post_init__(self) -> None:
         super().__post_init__()
         kind, _, index = str(self.device).partition(":")
@@ -70,7 +68,7 @@ class OnnxRuntime(Runtime):
         return int(str(self.device).partition(":")[2] or 0)
 
     def load(self, folder: ExportedFolder, file: ProgramFile) -> "OnnxProgram":
-        return OnnxProgram(folder.path / str(file.onnx), self, folder, file.onnx_files)
+        return OnnxProgram(folder.path / file.onnx_files[0], self, folder, file.onnx_files)
 
 
 class OnnxProgram(Program):

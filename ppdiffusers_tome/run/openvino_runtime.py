@@ -31,8 +31,6 @@ class OpenVinoRuntime(Runtime):
         ToMeExportError: OpenVINO is not installed.
     """
 
-    format = "onnx"
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.precision not in PRECISIONS:
@@ -61,7 +59,7 @@ class OpenVinoProgram(Program):
     """
 
     def __init__(self, folder: ExportedFolder, file: ProgramFile, runtime: OpenVinoRuntime) -> None:
-        self._path, self._device = folder.path / str(file.onnx), runtime.device.upper()
+        self._path, self._device = folder.path / file.onnx_files[0], runtime.device.upper()
         self._reading = partial(folder.reading, file.onnx_files)
         self._settings: dict[str, Any] = {
             "PERFORMANCE_HINT": "LATENCY",

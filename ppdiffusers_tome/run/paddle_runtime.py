@@ -37,7 +37,6 @@ class PaddleRuntime(Runtime):
         ToMeConfigError: a value is not allowed, or not on this device.
     """
 
-    format = "paddle"
     onednn: bool | None = None
     optimize: bool = True
 
@@ -87,7 +86,7 @@ class Predictor(Program):
 
     def __init__(self, folder: ExportedFolder, file: ProgramFile, runtime: PaddleRuntime) -> None:
         _check_process()
-        program = folder.path / str(file.program)
+        program, params = (folder.path / path for path in file.paddle_files)
         if program.suffix == ".json" and paddle.__version__.startswith("2."):
             raise ToMeExportError(
                 f"{program} was exported by Paddle 3, which Paddle {paddle.__version__} cannot read: export it "
@@ -100,9 +99,9 @@ class Predictor(Program):
             )
         self._gpu = runtime.gpu is not None
         self._lock = threading.Lock()
-        with folder.reading([str(file.program), str(file.params)]):
+        with folder.reading(file.paddle_files):
             try:
-                config = inference.Config(str(program), str(folder.path / str(file.params)))
+                config = inference.Config(str(program), str(params))
                 _configure(config, runtime, program)
                 self._predictor = inference.create_predictor(config)
             except ToMeError:

@@ -12,6 +12,7 @@ import ppdiffusers
 from ppdiffusers import DiffusionPipeline
 
 from ..errors import ParameterError, ToMeConfigError, ToMeError, ToMeExportError
+from .formats import check_format, default_runtime
 from .manifest import CONFIGS, CONTROLNET_CONFIG, COPIED, MANIFEST, Manifest, open_export
 from .models import ExportedControlNet, ExportedTextEncoder, ExportedUNet, ExportedVAE
 from .onnx_runtime import OnnxRuntime
@@ -66,13 +67,11 @@ def load_pipeline(
     is_count = isinstance(max_programs, int) and not isinstance(max_programs, bool)
     if max_programs is not None and not (is_count and max_programs >= 1):
         raise ParameterError("max_programs", max_programs, "it must be 1 or more, or None.")
-    if runtime is not None:
-        choose_runtime(runtime, **settings)  # raises before the weights are compared
+    chosen = None if runtime is None else choose_runtime(runtime, **settings)  # before the weights are compared
     exported, manifest = open_export(folder, verify)
     name = runtime or default_runtime(manifest, settings.get("device", Runtime.device))
     check_format(folder, manifest, name)
-    chosen = choose_runtime(name, **settings)
-    load = partial(chosen.load, exported)
+    load = partial((chosen or choose_runtime(name, **settings)).load, exported)
     cls = cls or getattr(ppdiffusers, manifest.pipeline)
     try:
         pipe = _assemble(exported.path, manifest, cls, load, ratio, max_programs)
@@ -84,16 +83,6 @@ def load_pipeline(
     finally:
         exported.check()  # what was read since the files were compared
     return pipe
-
-
-def default_runtime(manifest: Manifest, device: str) -> str:
-    """The name of the default runtime for an exported folder on a device.
-
-    On a CPU that is ONNX Runtime, whose programs are faster there than those of Paddle Inference. "gpu" is a device of
-    Paddle Inference, "cuda" one of ONNX Runtime. A folder that has only one of the two formats runs in that one.
-    """
-    names = ("paddle", "onnxruntime") if str(device).partition(":")[0] == "gpu" else ("onnxruntime", "paddle")
-    return next(name for name in names if RUNTIMES[name].format in manifest.formats)
 
 
 def choose_runtime(runtime: str, **settings: Any) -> Runtime:
@@ -113,17 +102,6 @@ def choose_runtime(runtime: str, **settings: Any) -> Runtime:
             f"{', '.join(unknown)}: runtime={runtime!r} has only the settings {', '.join(allowed)}; {remedy}."
         )
     return RUNTIMES[runtime](**settings)
-
-
-def check_format(folder: Path, manifest: Manifest, runtime: str) -> None:
-    """Raise ToMeExportError if a folder has no programs for a runtime of this name."""
-    if RUNTIMES[runtime].format not in manifest.formats:
-        missing = {"paddle": "Paddle", "onnx": "ONNX"}[RUNTIMES[runtime].format]
-        others = [name for name, other in RUNTIMES.items() if other.format in manifest.formats]
-        raise ToMeExportError(
-            f"{folder} has no {missing} programs: load it in the runtime {' or '.join(others)}, or export it with "
-            "--format both."
-        )
 
 
 def _assemble(

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import ClassVar
 
 import paddle
 
@@ -50,7 +49,6 @@ class Runtime(ABC):
         ToMeConfigError: a value is not allowed, or not on this machine.
     """
 
-    format: ClassVar[str]  # the format of the programs that it runs, one of `manifest.FORMATS`
     device: str = "cpu"
     threads: int | None = None
     precision: str = "fp32"
@@ -74,11 +72,6 @@ class Runtime(ABC):
     def cores(self) -> int:
         """Number of CPU threads of a program."""
         return self.threads or usable_cores()
-
-
-def is_gpu(device: str) -> bool:
-    """Whether a device of any runtime is a GPU, as far as its name says so."""
-    return str(device).lower().startswith(("gpu", "cuda"))
 
 
 def return_memory() -> None:

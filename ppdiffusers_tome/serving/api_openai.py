@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -18,20 +18,20 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from ..run.manifest import Size
 from . import protocol
-from .api_errors import CLIENT_GONE, ApiError, internal_error, responses
+from .api_errors import CLIENT_GONE, EXPECTED, ApiError, api_error, json_response, model_not_found, responses
 from .app_config import AppConfig
+from .engines import ServedModel
 from .handler import DEFAULT_STRENGTH, RequestHandler
-from .jobs import Job, JobError
+from .jobs import Job, make_jobs
+from .limits import NO_IMAGES, ReadAs
 from .middleware import JsonRoute
-from .queue import ImageQueue
-from .tickets import RequestProgress, UnavailableError
+from .pool import EnginePool
+from .tickets import RequestProgress
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1  # between two looks at the progress
 REPEAT_SECONDS = 5.0  # an event is repeated after this time, for proxies; after 10 s without one, the page says so
-NAMES = {"images": "n", "ratio": "tome_ratio"}
 URL_MODELS = ("dall-e-2", "dall-e-3")  # by OpenAI's rule, requests that name them get URLs unless they say otherwise
 EDITS = "/v1/images/edits"
 MAX_PARTS = 50  # files of a form, and as many other fields; real requests have fewer
@@ -51,73 +51,50 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
 class OpenAIService:
     """State that the handlers of this interface share. Each application has one, in `app.state.openai`."""
 
-    def __init__(self, queue: ImageQueue, config: AppConfig) -> None:
-        self.queue, self.config = queue, config
-        self.handler = RequestHandler(queue, config, NAMES)
+    def __init__(self, model: ServedModel, pool: EnginePool, config: AppConfig) -> None:
+        self.model, self.pool, self.config = model, pool, config
+        self.handler = RequestHandler(model, pool.queue, config)
         self._created = int(time.time())
         self._logged: set[str] = set()
 
-    @property
-    def keywords(self) -> dict[str, dict[str, Any]]:
-        """Keywords of JSON Schema that /openapi.json has for the fields, by name."""
-        return {NAMES.get(name, name): one for name, one in protocol.schema_keywords(self.queue.limits).items()}
-
     def describe_model(self) -> protocol.ModelResponse:
-        """The model of this server. Its methods are only known once the engine is loaded."""
-        limits = self.queue.limits
+        """The model of this server."""
+        model, limits = self.model, self.model.limits
         return protocol.ModelResponse(
-            id=self.queue.name,
+            id=model.name,
             created=self._created,
             sizes=[str(size) for size in limits.sizes],
             tome_ratios=list(limits.ratios),
-            tome_methods=[self.queue.methods.get(ratio, "") for ratio in limits.ratios],
+            tome_methods=[model.methods.get(ratio, "") for ratio in limits.ratios],
             image_to_image=limits.image_to_image,
             steps=self.config.steps,
             guidance_scale=self.config.guidance_scale,
-            ranges={NAMES.get(name, name): values for name, values in limits.ranges.items()},
+            ranges={protocol.NAMES.get(name, name): values for name, values in limits.ranges.items()},
             prompt_characters=limits.prompt_characters,
             prompts=list(self.config.prompts),
         )
-
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError if the name is that of another model."""
-        own = self.queue.name
-        if name is not None and name != own:
-            message = f"there is no model {name[:60]!r}: this server has {own}; --any-model accepts any name"
-            raise ApiError(404, message, "model", "model_not_found")
 
     def make_jobs(self, values: protocol.ImageFields, has_image: bool) -> list[Job]:
         """The jobs of a request.
 
         Raises:
-            ApiError: 404 it names another model, 422 a value is not allowed.
+            ApiError, JobError: values are not allowed together.
         """
-        if not self.config.any_model:
-            self.check_model(values.model or None)
         if values.strength is not None and not has_image:
             raise ApiError(422, "without an image there is no strength", "strength", "invalid_value")
-        size = self._size(values.size or "auto")
         self._log_ignored_fields(values)
-        return self.handler.make_jobs(
+        return make_jobs(
+            self.handler.defaults,
             1 if values.n is None else values.n,
             values.seed,
             prompt=values.prompt,
             negative_prompt=values.negative_prompt,
-            width=size.width,
-            height=size.height,
+            size=values.size,
             steps=values.steps,
             guidance_scale=values.guidance_scale,
             ratio=values.tome_ratio,
             strength=(values.strength or DEFAULT_STRENGTH) if has_image else None,
         )
-
-    def _size(self, name: str) -> Size:
-        sizes = {"auto": self.queue.limits.sizes[0]}
-        sizes.update((str(size), size) for size in self.queue.limits.sizes)
-        if name not in sizes:
-            message = f"{name[:60]!r} was not exported: it must be one of {', '.join(sizes)}"
-            raise ApiError(422, message, "size", "invalid_value")
-        return sizes[name]
 
     def _log_ignored_fields(self, values: protocol.ImageFields) -> None:
         """Log each field that asks for what this server does not have, the first time that one is sent."""
@@ -133,51 +110,45 @@ async def _service(request: Request) -> OpenAIService:
 
 
 Service = Annotated[OpenAIService, Depends(_service)]
-ImagesAnswer: TypeAlias = protocol.ImagesResponse | Response  # the latter is a stream
 
 
-@router.post(
-    "/images/generations",
-    response_model=protocol.ImagesResponse,
-    response_model_exclude_none=True,
-    responses=STREAM | ERRORS,
-)
-async def generate(body: protocol.ImageRequest, request: Request, service: Service) -> ImagesAnswer:
-    """Generate images from a prompt, and from an image if the request has one."""
-    return await _answer(request, service, body, body.image or None, "image_generation")
+def image_routes(service: OpenAIService) -> APIRouter:
+    """The routes whose requests have the bounds of the service's model."""
+    routes = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
+    requests = protocol.requests_for(service.model, service.config.any_model)
 
+    @routes.post("/images/generations", response_model=protocol.ImagesResponse, responses=STREAM | ERRORS)
+    async def generate(body: Annotated[protocol.ImageRequest, ReadAs(requests.image)], request: Request) -> Response:
+        """Generate images from a prompt, and from an image if the request has one."""
+        return await _respond(request, service, body, body.image or None, "image_generation")
 
-@router.post(
-    EDITS.removeprefix("/v1"),
-    response_model=protocol.ImagesResponse,
-    response_model_exclude_none=True,
-    responses=STREAM | ERRORS,
-    openapi_extra={"requestBody": protocol.form_of(protocol.EditRequest)},
-)
-async def edit(request: Request, service: Service) -> ImagesAnswer:
-    """Generate images from an image. The body is a form, in which `image` is a file."""
-    if not service.queue.limits.image_to_image:
-        message = "image-to-image was not exported: export the model with --img2img"
-        raise ApiError(404, message, code="not_exported")
-    texts, files = await _read_form(request)
-    if texts.pop("mask", "") or any(files.pop("mask", ())):
-        message = "masks are not supported: the whole image is generated again"
-        raise ApiError(422, message, "mask", "unsupported_parameter")
-    image = _only_image(texts, files)
-    return await _answer(request, service, _read_fields(texts), image, "image_edit")
+    @routes.post(
+        EDITS.removeprefix("/v1"),
+        response_model=protocol.ImagesResponse,
+        responses=STREAM | ERRORS,
+        openapi_extra={"requestBody": protocol.form_of(requests.edit)},
+        include_in_schema=service.model.limits.image_to_image,
+    )
+    async def edit(request: Request) -> Response:
+        """Generate images from an image. The body is a form, in which `image` is a file."""
+        if not service.model.limits.image_to_image:
+            raise ApiError(404, NO_IMAGES, code="not_exported")
+        texts, files = await _read_form(request)
+        if texts.pop("mask", "") or any(files.pop("mask", ())):
+            message = "masks are not supported: the whole image is generated again"
+            raise ApiError(422, message, "mask", "unsupported_parameter")
+        image = _only_image(texts, files)
+        return await _respond(request, service, _read_fields(texts, requests.edit), image, "image_edit")
 
+    @routes.post("/tokens", responses=responses(protocol.OpenAIErrorResponse, 413, 415, 422, 503))
+    async def count_tokens(
+        body: Annotated[protocol.TokensRequest, ReadAs(requests.tokens)],
+    ) -> protocol.TokensResponse:
+        """Count the tokens of a prompt, and return the end of it that the text encoder does not read."""
+        tokens, max_tokens, cut = await asyncio.to_thread(service.pool.count_tokens, body.prompt)
+        return protocol.TokensResponse(tokens=tokens, max_tokens=max_tokens, cut=cut)
 
-@router.post("/tokens", responses=responses(protocol.OpenAIErrorResponse, 413, 415, 422, 503))
-async def count_tokens(body: protocol.TokensRequest, service: Service) -> protocol.TokensResponse:
-    """Count the tokens of a prompt, and return the end of it that the text encoder does not read."""
-    try:
-        service.queue.limits.check_text("prompt", body.prompt)
-        tokens, max_tokens, cut = await asyncio.to_thread(service.queue.count_tokens, body.prompt)
-    except JobError as error:
-        raise service.handler.refusal(error) from None
-    except UnavailableError as error:
-        raise service.handler.unavailability(error) from None
-    return protocol.TokensResponse(tokens=tokens, max_tokens=max_tokens, cut=cut)
+    return routes
 
 
 @router.get("/models")
@@ -187,7 +158,8 @@ async def list_models(service: Service) -> protocol.ModelsResponse:
 
 @router.get("/models/{name:path}", responses=responses(protocol.OpenAIErrorResponse, 404, 422))
 async def retrieve_model(name: str, service: Service) -> protocol.ModelResponse:
-    service.check_model(name)
+    if name != service.model.name:
+        raise model_not_found(protocol.unknown_model(name, service.model.name))
     return service.describe_model()
 
 
@@ -238,19 +210,19 @@ def _only_image(texts: dict[str, str], files: dict[str, list[bytes]]) -> bytes:
     return images[0]
 
 
-def _read_fields(texts: dict[str, str]) -> protocol.EditRequest:
+def _read_fields(texts: dict[str, str], model: type[protocol.EditRequest]) -> protocol.EditRequest:
     """The fields of a form, in which numbers are texts. Clients send None as an empty text."""
     given = {name: text for name, text in texts.items() if text or name == "prompt"}
     try:
-        return protocol.EditRequest.model_validate(given, strict=False)
+        return model.model_validate(given, strict=False)
     except ValidationError as error:
         raise RequestValidationError([one | {"loc": ("body", *one["loc"])} for one in error.errors()]) from None
 
 
-async def _answer(
+async def _respond(
     request: Request, service: OpenAIService, values: protocol.ImageFields, image: str | bytes | None, stream_name: str
-) -> ImagesAnswer:
-    """The answer to a request for images, which start from the image if there is one.
+) -> Response:
+    """The response to a request for images, which start from the image if there is one.
 
     The types of the events of a stream begin with its name.
     """
@@ -260,17 +232,13 @@ async def _answer(
     if values.stream:
         return await _stream(generation, jobs, progress, stream_name)
     usual = "url" if values.model in URL_MODELS else "b64_json"
-    image_of = _image_with_url if (values.response_format or usual) == "url" else _image
-    data = [image_of(image, job.seed) for image, job in zip(await generation, jobs, strict=True)]
-    return protocol.ImagesResponse(created=int(time.time()), data=data, size=str(jobs[0].size))
-
-
-def _image(text: str, seed: int) -> protocol.Image:
-    return protocol.Image(b64_json=text, seed=seed)
-
-
-def _image_with_url(text: str, seed: int) -> protocol.Image:
-    return protocol.Image(url=f"data:image/png;base64,{text}", seed=seed)
+    images = zip(await generation, jobs, strict=True)
+    if (values.response_format or usual) == "url":
+        data = [protocol.ImageData(url=f"data:image/png;base64,{text}", seed=job.seed) for text, job in images]
+    else:
+        data = [protocol.ImageData(b64_json=text, seed=job.seed) for text, job in images]
+    body = protocol.ImagesResponse(created=int(time.time()), data=data, size=str(jobs[0].size))
+    return json_response(body, exclude_none=True)
 
 
 async def _stream(
@@ -284,7 +252,7 @@ async def _stream(
         name: the beginning of the events' types.
 
     Raises:
-        ApiError: the request is not accepted. The response has not begun, so the client gets an ordinary error.
+        Exception: the request is not accepted. The response has not begun, so the client gets an ordinary error.
     """
     pending = asyncio.ensure_future(images)
     pending.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may have no reader any more
@@ -312,11 +280,10 @@ async def _events(
             await asyncio.wait([pending], timeout=POLL_SECONDS)
         try:
             images = pending.result()
-        except ApiError as error:
-            yield _text(protocol.ErrorEvent(error=error.openai_error()))
-        except Exception:  # a bug in this package, as in `RequestMiddleware`
-            logger.exception("a stream failed")
-            yield _text(protocol.ErrorEvent(error=internal_error().openai_error()))
+        except Exception as error:
+            if not isinstance(error, EXPECTED):  # a bug in this package, as in `RequestMiddleware`
+                logger.exception("a stream failed")
+            yield _text(protocol.ErrorEvent(error=api_error(error, "/v1/").openai_error()))
         else:
             for index, (image, job) in enumerate(zip(images, jobs, strict=True)):
                 completed = protocol.CompletedEvent(

@@ -1,22 +1,22 @@
-"""The HTTP application, over a queue that generates images: health, metrics, both APIs and the page for browsers."""
+"""The HTTP application, over engines and their queue: health, metrics, both APIs and the page for browsers."""
 
-from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response, Security
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
 
 from .._version import __version__
+from ..errors import ParameterError
 from . import api_openai, api_webui
-from .api_errors import ApiError, answer, answer_bug, responses
+from .api_errors import EXPECTED, ApiError, handle_bug, handle_error, responses
 from .app_config import AppConfig
+from .engines import ServedModel
 from .middleware import BASIC, BEARER, PAGE, CountingMiddleware, OriginMiddleware, RequestMiddleware
-from .protocol import Health, OpenAIErrorResponse, WebuiErrorResponse, add_keywords
-from .queue import ImageQueue
+from .pool import EnginePool
+from .prometheus import Metrics
+from .protocol import Health, OpenAIErrorResponse, WebuiErrorResponse
 
 FOLDER = Path(__file__).parent / "page"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -42,40 +42,29 @@ key_routes = APIRouter()
 page_routes = APIRouter(include_in_schema=False)
 
 
-class App(FastAPI):
-    """The application. `state` has what its handlers need: queue, page, openai and webui."""
-
-    def openapi(self) -> dict[str, Any]:
-        """The schema, with the values of fields that depend on the export, the command line and the loaded engine."""
-        schema = deepcopy(super().openapi())
-        openai: api_openai.OpenAIService = self.state.openai
-        webui: api_webui.WebuiService = self.state.webui
-        keywords = dict.fromkeys(("ImageRequest", "TokensRequest"), openai.keywords)
-        keywords |= dict.fromkeys(("TwoPassRequest", "ImageToImageRequest", "Options"), webui.keywords)
-        for name, model in schema["components"]["schemas"].items():
-            add_keywords(model, keywords.get(name, {}))
-        if openai.queue.limits.image_to_image:
-            body = schema["paths"][api_openai.EDITS]["post"]["requestBody"]
-            add_keywords(body["content"]["multipart/form-data"]["schema"], openai.keywords)
-        else:
-            del schema["paths"][api_openai.EDITS]
-        return schema
-
-
-def create_app(queue: ImageQueue, config: AppConfig) -> FastAPI:
+def create_app(model: ServedModel, pool: EnginePool, metrics: Metrics, config: AppConfig) -> FastAPI:
     """Build the application.
 
     Args:
-        queue: generates the images; /ready reports its state. Requests are counted in its metrics, as its images are.
+        model: what requests may ask for.
+        pool: generates the images of its queue; /ready and /health report its state.
+        metrics: those of the pool and its queue; requests are counted there too.
         config: time limits, sizes and the API key.
 
     Returns:
         An ASGI application. It reads no file and stores nothing of a request after its answer. In a server of your
-        own, start the queue before it and close the queue afterwards: the application's lifespan does neither.
+        own, start the pool before it and close the pool afterwards: the application's lifespan does neither.
+
+    Raises:
+        ParameterError: one request may ask for more images than the queue holds.
     """
+    queue, images = pool.queue, model.limits.images
+    if queue.capacity < images:
+        rule = f"one request may ask for {images} images (--max-images), which the queue must hold"
+        raise ParameterError("capacity", queue.capacity, rule)
     # FastAPI's documentation pages load scripts from other hosts. /openapi.json describes the interface.
-    handlers: dict[Any, Any] = {HTTPException: answer, RequestValidationError: answer, Exception: answer_bug}
-    app = App(
+    handlers: dict[Any, Any] = {**dict.fromkeys(EXPECTED, handle_error), Exception: handle_bug}
+    app = FastAPI(
         title="ppdiffusers_tome",
         version=__version__,
         docs_url=None,
@@ -83,62 +72,64 @@ def create_app(queue: ImageQueue, config: AppConfig) -> FastAPI:
         exception_handlers=handlers,
         redirect_slashes=False,  # CountingMiddleware removes them
     )
-    app.state.queue = queue
-    app.state.openai = api_openai.OpenAIService(queue, config)
-    app.state.webui = api_webui.WebuiService(queue, config)
-    _add_middleware(app, queue, config)
+    app.state.pool, app.state.metrics = pool, metrics
+    app.state.openai = api_openai.OpenAIService(model, pool, config)
+    app.state.webui = api_webui.WebuiService(model, queue, metrics, config)
+    _add_middleware(app, metrics, config)
     app.include_router(open_routes)
     key = [Security(BEARER), Security(BASIC)] if config.api_key is not None else []
     statuses = (400, 401, 403, 415) if key else (400, 403, 415)
     openai, webui = (responses(model, *statuses) for model in (OpenAIErrorResponse, WebuiErrorResponse))
     app.include_router(key_routes, dependencies=key, responses=openai)
-    app.include_router(api_openai.router, dependencies=key, responses=openai)
-    app.include_router(api_webui.router, dependencies=key, responses=webui)
-    app.include_router(api_webui.probes, dependencies=key, responses=openai)
+    for router in (api_openai.image_routes(app.state.openai), api_openai.router):
+        app.include_router(router, dependencies=key, responses=openai)
+    for router in (api_webui.image_routes(app.state.webui), api_webui.router):
+        app.include_router(router, dependencies=key, responses=webui)
+    app.include_router(api_webui.probes, dependencies=key, responses=webui)
     if config.page:
         app.state.page = _read_page()
         app.include_router(page_routes)
     return app
 
 
-def _add_middleware(app: FastAPI, queue: ImageQueue, config: AppConfig) -> None:
+def _add_middleware(app: FastAPI, metrics: Metrics, config: AppConfig) -> None:
     """The last one added is the outermost: refusals by the head have CORS headers too, so that pages can read them."""
     app.add_middleware(RequestMiddleware, config=config)
     if config.origins:
         app.add_middleware(OriginMiddleware, config=config)
-    app.add_middleware(CountingMiddleware, metrics=queue.metrics)
+    app.add_middleware(CountingMiddleware, metrics=metrics)
 
 
-async def _queue(request: Request) -> ImageQueue:
-    return request.app.state.queue
+async def _pool(request: Request) -> EnginePool:
+    return request.app.state.pool
 
 
-Queue = Annotated[ImageQueue, Depends(_queue)]
+Pool = Annotated[EnginePool, Depends(_pool)]
 
 
 @open_routes.head("/health", include_in_schema=False)
 @open_routes.get("/health", responses={503: {"model": Health}}, response_model_exclude_none=True)
-async def health(response: Response, queue: Queue) -> Health:
+async def health(response: Response, pool: Pool) -> Health:
     """Liveness: 503, with the reason, if the process should be replaced."""
-    reason = queue.unhealthy_reason
+    reason = pool.unhealthy_reason
     response.status_code = 503 if reason else 200
-    return Health(state=queue.state, reason=reason)
+    return Health(state=pool.state, reason=reason)
 
 
 @open_routes.head("/ready", include_in_schema=False)
 @open_routes.get("/ready", responses={503: {"model": Health}}, response_model_exclude_none=True)
-async def ready(response: Response, queue: Queue) -> Health:
+async def ready(response: Response, pool: Pool) -> Health:
     """Readiness: 503 while loading and shutting down."""
-    if queue.state != "ready":
+    if pool.state != "ready":
         response.status_code = 503
         response.headers["Retry-After"] = "5"
-    return Health(state=queue.state, reason=queue.unhealthy_reason)
+    return Health(state=pool.state, reason=pool.unhealthy_reason)
 
 
 @key_routes.get("/metrics", response_class=PlainTextResponse)
-async def show_metrics(queue: Queue) -> Response:
+async def show_metrics(request: Request) -> Response:
     """Prometheus metrics."""
-    return Response(queue.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+    return Response(request.app.state.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
 
 def _read_page() -> dict[str, tuple[bytes, str]]:

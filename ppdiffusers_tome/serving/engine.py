@@ -1,6 +1,7 @@
-"""Generate images of jobs, in one pipeline call if size, steps, guidance scale and ratio are equal. No HTTP."""
+"""The engine of this process: a pipeline over an exported folder, which generates the images of jobs. No HTTP."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,22 +16,11 @@ from ppdiffusers.image_processor import VaeImageProcessor
 
 from ..errors import ExportChangedError, ToMeConfigError
 from ..run.manifest import Manifest, Size, is_refiner, read_manifest
+from ..run.models import ExportedUNet
 from ..run.pipeline import load_pipeline
+from .engines import DETERMINISTIC, sampler_of
 from .jobs import AbandonedError, GenerationError, Job, JobError
 
-# Schedulers whose steps sample no noise. Others sample it from one generator for the whole batch, so an image would
-# depend on the rest of its batch: with them, jobs run one by one.
-DETERMINISTIC = {
-    "DDIMScheduler": "DDIM",
-    "DEISMultistepScheduler": "DEIS",
-    "DPMSolverMultistepScheduler": "DPM++ 2M",
-    "DPMSolverSinglestepScheduler": "DPM++ 2S",
-    "EulerDiscreteScheduler": "Euler",
-    "HeunDiscreteScheduler": "Heun",
-    "LMSDiscreteScheduler": "LMS",
-    "PNDMScheduler": "PLMS",
-    "UniPCMultistepScheduler": "UniPC",
-}
 TRIAL_STEPS = 10  # more than the order of any scheduler, from which on its steps do all that they can
 
 
@@ -45,9 +35,11 @@ class FiniteImageProcessor(VaeImageProcessor):
 
 
 class Engine:
-    """Generates images with a text-to-image pipeline and, optionally, an image-to-image pipeline.
+    """An `ImageEngine` with a text-to-image pipeline and, optionally, an image-to-image pipeline.
 
-    Use it from one thread: Paddle's random generator and current device are shared by the whole process.
+    An image equals the image of `paddle.seed(seed); pipe(prompt)` up to rounding, because every job's noise comes from
+    its own seed. Use the engine from one thread: Paddle's random generator and current device are shared by the whole
+    process.
 
     Args:
         text_to_image: a pipeline whose UNet has the attribute `ratio`, as from `inference.load_pipeline`.
@@ -75,7 +67,7 @@ class Engine:
                 pipe.image_processor = FiniteImageProcessor.from_config(pipe.image_processor.config)
 
     def load_next(self) -> bool:
-        """Load the next program that may be needed, if it is not loaded; returns whether there are others."""
+        """See `ImageEngine.load_next`."""
         if self._programs:
             self._text_to_image.unet.load(*self._programs.pop(0))
         return bool(self._programs)
@@ -83,14 +75,11 @@ class Engine:
     @property
     def program_loads(self) -> int:
         """How often a program of the UNet was loaded. It exceeds the number of programs if not all fit in memory."""
-        return getattr(self._text_to_image.unet, "loads", 0)
+        unet = self._text_to_image.unet
+        return unet.loads if isinstance(unet, ExportedUNet) else 0
 
     def count_tokens(self, prompt: str) -> tuple[int, int, str]:
-        """Count the tokens of a prompt.
-
-        Returns:
-            The number of tokens with the two around them, how many the text encoder reads, and the text beyond them.
-        """
+        """See `ImageEngine.count_tokens`."""
         tokenizer = self._text_to_image.tokenizer
         limit, tokens = tokenizer.model_max_length, tokenizer(prompt, verbose=False).input_ids
         cut = tokenizer.decode(tokens[limit - 1 : -1]) if len(tokens) > limit else ""
@@ -98,43 +87,25 @@ class Engine:
 
     @property
     def can_batch(self) -> bool:
-        """Whether jobs with equal `batch_key` may share a pipeline call.
-
-        They may not if the scheduler's steps sample noise, because ppdiffusers samples it for the whole batch at once.
-        """
+        """See `ImageEngine.can_batch`: not if the scheduler's steps sample noise, for the whole batch at once."""
         scheduler = self._text_to_image.scheduler
         is_stochastic = str(scheduler.config.get("algorithm_type", "")).startswith("sde")
         return type(scheduler).__name__ in DETERMINISTIC and not is_stochastic
 
-    def generate(self, jobs: Sequence[Job], should_stop: Callable[..., bool] | None = None) -> list[Image.Image]:
-        """Generate the images of the jobs in one pipeline call.
-
-        Args:
-            jobs: one, or several with equal `batch_key` if `can_batch`.
-            should_stop: called before the first step without arguments, and after each step with the number of
-                finished steps and of all steps, of both passes if there are two. If it returns True, the call ends.
-
-        Returns:
-            The images, in the order of the jobs. Each equals the image of `paddle.seed(seed); pipe(prompt)` up to
-            rounding, because every job's noise comes from its own seed.
+    def generate(
+        self, jobs: Sequence[Job], should_stop: Callable[[int, int], bool] | None = None
+    ) -> list[Image.Image]:
+        """See `ImageEngine.generate`; should_stop is called before the first step and after each.
 
         Raises:
-            AbandonedError: should_stop returned True.
-            GenerationError: an image has values that are not finite.
-            JobError: the scheduler does not support the number of steps.
-            ToMeConfigError: the jobs cannot share a call, a job starts from an image and there is no image-to-image
-                pipeline, its image is not RGB or not of the job's size, or a size or ratio was not exported.
+            ToMeConfigError: a job starts from an image and there is no image-to-image pipeline, or its size or ratio
+                was not exported.
         """
         first = jobs[0]
-        if len(jobs) > 1 and not (self.can_batch and first.shares_call_with(jobs[1:])):
-            raise ToMeConfigError(
-                f"{len(jobs)} jobs cannot share a pipeline call: their batch_key is None or differs, or the scheduler "
-                "samples noise in its steps. Generate them one by one."
-            )
         self._check_steps("steps", first.steps, first.strength)
         if first.second_pass is not None:
             self._check_steps("second_pass.steps", first.second_pass.scheduled_steps, first.second_pass.strength)
-        if should_stop is not None and should_stop():
+        if should_stop is not None and should_stop(0, first.steps_to_run):
             raise AbandonedError("stopped before the first step")
         finished = count(1)
 
@@ -150,24 +121,23 @@ class Engine:
     def _images(self, jobs: Sequence[Job], after_step: Callable[..., Any]) -> list[Image.Image]:
         first = jobs[0]
         if first.image is not None:
-            return self._from_image(first, after_step)
+            return self._from_image(first, first.image, after_step)
         self._text_to_image.unet.ratio = first.ratio
         noise = paddle.concat([self._noise(job) for job in jobs])
-        settings = {**_settings(jobs, after_step), "height": first.height, "width": first.width, "latents": noise}
-        images = list(self._text_to_image(**settings).images)
-        if first.second_pass is not None:
-            return self._from_image(first.second_job(images[0]), after_step)
-        return images
+        size = first.size._asdict()
+        images = list(self._text_to_image(**_settings(jobs, after_step), **size, latents=noise).images)
+        if (second := first.second_pass) is None:
+            return images
+        enlarged = images[0].resize((second.size.width, second.size.height), Image.Resampling.LANCZOS)
+        job = replace(first, size=second.size, ratio=second.ratio, strength=second.strength, second_pass=None)
+        return self._from_image(replace(job, steps=second.scheduled_steps), enlarged, after_step)
 
-    def _from_image(self, job: Job, after_step: Callable[..., Any]) -> list[Image.Image]:
-        if self._image_to_image is None or job.image is None:
+    def _from_image(self, job: Job, image: Image.Image, after_step: Callable[..., Any]) -> list[Image.Image]:
+        if self._image_to_image is None:
             raise ToMeConfigError(f"{self.name} has no image-to-image pipeline: export it with --img2img")
-        if job.image.mode != "RGB" or job.image.size != (job.width, job.height):
-            size = Size(job.image.height, job.image.width)
-            raise ToMeConfigError(f"a {job.image.mode} image of {size} is not allowed: it must be RGB, {job.size}")
         self._image_to_image.unet.ratio = job.ratio
         paddle.seed(job.seed)
-        settings = {**_settings([job], after_step), "image": job.image, "strength": job.strength}
+        settings = {**_settings([job], after_step), "image": image, "strength": job.strength}
         return list(self._image_to_image(**settings).images)
 
     @property
@@ -197,13 +167,12 @@ class Engine:
         factor = self._text_to_image.vae_scale_factor
         channels = self._text_to_image.unet.config.in_channels
         paddle.seed(job.seed)
-        return paddle.randn([1, channels, job.height // factor, job.width // factor])
+        return paddle.randn([1, channels, job.size.height // factor, job.size.width // factor])
 
     @property
     def sampler(self) -> str:
-        """The scheduler's name in Stable Diffusion's user interfaces, "DDIM" for DDIMScheduler."""
-        name = type(self._text_to_image.scheduler).__name__
-        return DETERMINISTIC.get(name, name.removesuffix("Scheduler"))
+        """See `ImageSource.sampler`."""
+        return sampler_of(type(self._text_to_image.scheduler).__name__)
 
 
 def load_engine(
@@ -217,7 +186,8 @@ def load_engine(
     Args:
         folder: the output of `export_pipeline`.
         programs: see `Engine`.
-        expected: the manifest that the jobs were made for; None: any.
+        expected: the manifest that the jobs were made for, which is read again only to compare it with the files that
+            were loaded; None: any.
         settings: of `inference.load_pipeline`, such as runtime, device, threads and verify.
 
     Raises:
@@ -225,7 +195,7 @@ def load_engine(
         ToMeError: the folder is not an export or is damaged (from `inference`), has a ControlNet, an inpainting
             model or SDXL's refiner, or a scheduler whose steps fail in this version of Paddle.
     """
-    manifest = read_manifest(folder)
+    manifest = expected or read_manifest(folder)
     if manifest.controlnet:
         raise ToMeConfigError(f"{folder} has a ControlNet, which needs an image in every step: it cannot be served")
     if is_refiner(manifest):

@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
-from .api_errors import ApiError, internal_error
+from .api_errors import WEBUI_PATHS, ApiError, internal_error
 from .app_config import HOST, AppConfig, canonical_origin, host_of, origin_remedy
 from .prometheus import Metrics
 
@@ -140,7 +140,7 @@ class RequestMiddleware:
         is_open = path in ("/", *PROBES) or path.startswith(PAGE) or request.method == "OPTIONS"  # a preflight
         key = self._config.api_key
         if key is not None and not is_open and not await _has_key(request, key):
-            scheme = 'Basic realm="ppdiffusers_tome"' if path.startswith("/sdapi/") else "Bearer"
+            scheme = 'Basic realm="ppdiffusers_tome"' if path.startswith(WEBUI_PATHS) else "Bearer"
             challenge = {"WWW-Authenticate": scheme}
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=challenge)
         origin = request.headers.get("origin")

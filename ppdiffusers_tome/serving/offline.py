@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from tqdm import tqdm
 
@@ -20,7 +20,7 @@ from ..files import UNFINISHED, write_file
 from ..progress import StepLines
 from ..run.folder import sha256
 from ..run.manifest import MANIFEST
-from .engine import Engine
+from .engines import ImageEngine
 from .jobs import AbandonedError, EngineLostError
 from .png import encode_png
 from .prompt_file import Prompt
@@ -36,7 +36,7 @@ ImageResults: TypeAlias = Generator[ImageResult, None, None]
 # Generates the images of batches of prompts, in any order, until its generator is closed.
 ImageBackend: TypeAlias = Callable[[Sequence[Sequence[Prompt]]], ImageResults]
 # Makes a backend from a function that loads an engine, in the process that needs it.
-MakeImageBackend: TypeAlias = Callable[[Callable[[], Engine]], ImageBackend]
+MakeImageBackend: TypeAlias = Callable[[Callable[[], ImageEngine]], ImageBackend]
 
 
 @dataclass
@@ -125,7 +125,7 @@ def _progress(total: int, done: int) -> Iterator[Callable[[], None]]:
 def split(prompts: Sequence[Prompt], batch: int) -> list[list[Prompt]]:
     """Batches of prompts with equal size, steps, guidance scale and ratio, in the order of their first prompts."""
     batches: list[list[Prompt]] = []
-    unfilled: dict[tuple[float, ...] | None, list[Prompt]] = {}
+    unfilled: dict[tuple[Any, ...] | None, list[Prompt]] = {}
     for prompt in prompts:
         key = prompt.job.batch_key
         if len(unfilled.get(key, ())) in (0, batch):
@@ -135,11 +135,11 @@ def split(prompts: Sequence[Prompt], batch: int) -> list[list[Prompt]]:
     return batches
 
 
-def generate_here(load: Callable[[], Engine]) -> ImageBackend:
+def generate_here(load: Callable[[], ImageEngine]) -> ImageBackend:
     """A backend with one engine in this process. It is loaded for the first batch, and stderr says so."""
 
     def run(batches: Sequence[Sequence[Prompt]]) -> ImageResults:
-        engine: Engine | None = None
+        engine: ImageEngine | None = None
         lines = StepLines()
         for number, batch in enumerate(batches, 1):
             if engine is None:
@@ -152,11 +152,12 @@ def generate_here(load: Callable[[], Engine]) -> ImageBackend:
 
 
 def generate_batch(
-    engine: Engine, batch: Sequence[Prompt], report: Callable[[int, int], None] | None = None
+    engine: ImageEngine, batch: Sequence[Prompt], report: Callable[[int, int], None] | None = None
 ) -> list[ImageResult]:
     """Run a batch, in one call if the engine can. If it fails, run each prompt alone, so that the others succeed.
 
     Args:
+        batch: from `split`, or of one prompt.
         report: called after each step of a call with the number of finished steps and of all steps; None for engines
             in another process.
 
@@ -166,15 +167,14 @@ def generate_batch(
     """
     jobs = [prompt.job for prompt in batch]
 
-    def after_step(done: int = 0, total: int = 0) -> bool:
+    def after_step(done: int, total: int) -> bool:
         if report is not None and done:  # none before the first step
             report(done, total)
         return False
 
-    options = {} if report is None else {"should_stop": after_step}
-    if len(batch) == 1 or (engine.can_batch and jobs[0].shares_call_with(jobs)):
+    if len(batch) == 1 or (engine.can_batch and jobs[0].batch_key is not None):
         try:
-            images = engine.generate(jobs, **options)
+            images = engine.generate(jobs, None if report is None else after_step)
         except (EngineLostError, AbandonedError):
             raise
         except Exception as error:  # anything from Paddle: the other prompts may still succeed

@@ -3,17 +3,19 @@
 import base64
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 
 from .._version import __version__
 from ..run.manifest import Size
-from .jobs import Job, JobError, Limits
+from .engines import ImageSource
+from .jobs import Job, JobError
+from .limits import Limits
 
 ACCEPTED = ("PNG", "JPEG", "WEBP")
 # A name and its value in a line of them, which is matched and not searched: that would take minutes for a megabyte.
@@ -22,19 +24,7 @@ WHITESPACE = " \t\r\n\f\v"
 MAX_SCANS = 100  # of a JPEG; usual ones have about ten. Files of a few KB with thousands take minutes to decode
 
 
-class Source(Protocol):
-    """The source of an image, which its metadata name: an `Engine`, or a queue with the same attributes."""
-
-    name: str
-
-    @property
-    def sampler(self) -> str: ...
-
-    @property
-    def methods(self) -> Mapping[float, str]: ...
-
-
-def describe(job: Job, source: Source) -> str:
+def describe(job: Job, source: ImageSource) -> str:
     """Describe how an image was made, in the format of stable-diffusion-webui ("infotext")."""
     facts: dict[str, Any] = {
         "Steps": job.steps,
@@ -70,7 +60,7 @@ def parse_infotext(text: str) -> dict[str, str]:
     return {"Prompt": first.strip(), "Negative prompt": negative.strip(), **facts}
 
 
-def describe_merging(job: Job, source: Source) -> dict[str, Any]:
+def describe_merging(job: Job, source: ImageSource) -> dict[str, Any]:
     """Describe how tokens merge, and the second pass, in stable-diffusion-webui's terms."""
     facts: dict[str, Any] = {"Token merging ratio": job.ratio}
     method = source.methods.get(job.ratio, "")
@@ -86,7 +76,7 @@ def describe_merging(job: Job, source: Source) -> dict[str, Any]:
     return facts
 
 
-def encode_png(image: Image.Image, job: Job, source: Source) -> bytes:
+def encode_png(image: Image.Image, job: Job, source: ImageSource) -> bytes:
     """A PNG file with two text chunks: `parameters` (see `describe`), and `ppdiffusers_tome`, the same as JSON."""
     chunks = PngImagePlugin.PngInfo()
     chunks.add_text("parameters", describe(job, source))
@@ -99,20 +89,20 @@ def encode_png(image: Image.Image, job: Job, source: Source) -> bytes:
     return file.getvalue()
 
 
-def load_image(source: str | bytes, size: tuple[int, int], limits: Limits) -> Image.Image:
+def load_image(source: str | bytes, size: Size, limits: Limits) -> Image.Image:
     """Decode a client's image: RGB, upright by its EXIF data, resized, white where it is transparent.
 
     Args:
         source: a PNG, JPEG or WEBP file, as bytes, or as text in base64 with or without "data:image/png;base64,"
             before it and with or without whitespace in it. URLs and file names are not read.
-        size: (width, height) of the result.
+        size: of the result.
         limits: has the limits of pixels, sides and aspect. They are checked before the image is decoded.
 
     Raises:
         JobError: the image is malformed, of another format or too large; the field is `image`.
     """
     with _opened(source, limits) as image:
-        return upright_rgb(image).resize(size, Image.Resampling.LANCZOS)
+        return upright_rgb(image).resize((size.width, size.height), Image.Resampling.LANCZOS)
 
 
 def read_texts(source: str | bytes, limits: Limits) -> dict[str, str]:
@@ -140,7 +130,7 @@ def _opened(source: str | bytes, limits: Limits) -> Iterator[Image.Image]:
         raise JobError("image", f"it is too large: {limits.image_pixels} pixels are allowed") from None
     except UnidentifiedImageError:
         raise JobError("image", f"it is none of {', '.join(ACCEPTED)}, or its header is broken") from None
-    except JobError:
+    except (JobError, MemoryError):
         raise
     except Exception as error:  # Pillow's decoders raise nearly anything on broken files
         raise JobError("image", f"it is broken: {type(error).__name__}") from error

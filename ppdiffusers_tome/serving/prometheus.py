@@ -8,10 +8,10 @@ SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 
 
 class Metrics:
-    """Counters and gauges of requests, counted by the HTTP side, and of images, counted by the queue.
+    """Counters and gauges. `CountingMiddleware` sets those of requests, `JobQueue` and `EnginePool` the others.
 
     Status 499: the client disconnected before the answer. The outcome of an image is "generated", "failed" (the
-    pipeline raised) or "abandoned" (no client waits). Programs are those that the first engine loads in this process.
+    pipeline raised) or "abandoned" (no client waits).
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Metrics:
         self.waiting = Gauge("waiting_images", "Images in the queue", **own)
         self.running = Gauge("running_images", "Images in the pipeline", **own)
         self.ready = Gauge("ready", "1 while jobs are accepted", **own)
-        self.program_loads = Gauge("program_loads", "Programs that were loaded", **own)
+        self.program_loads = Gauge("program_loads", "Programs that the engines have loaded", **own)
         for outcome in ("generated", "failed", "abandoned"):
             self.images.labels(outcome)
 

@@ -3,19 +3,22 @@
 import hashlib
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
 
 from ..errors import ToMeConfigError
 from ..run.manifest import STRICT, Size, first_error, parse_size
-from .jobs import Job, JobError, Limits, seed_after
+from .jobs import Job, make_jobs, seed_after
+from .limits import Limits, bounded, text_type
 
+MAX_CHARACTERS = 100_000  # of a prompt
 MAX_DIGITS = 4000  # of an integer; int() reads at most 4,300
 PROMPTS = "prompts.txt"  # in a model's folder: what it can show
 GENERAL_PROMPTS = Path(__file__).with_name("general_prompts.txt")
+SizeText: TypeAlias = Annotated[Size, BeforeValidator(parse_size)]  # "WIDTHxHEIGHT", or a side, in pixels
 
 
 class PromptFileError(ToMeConfigError):
@@ -32,7 +35,7 @@ class Line(BaseModel):
     seed: int | None = None
     steps: int | None = None
     guidance_scale: float | None = None
-    size: Annotated[Size, BeforeValidator(parse_size)] | None = None  # "WIDTHxHEIGHT", or a side, in pixels
+    size: SizeText | None = None
     ratio: float | None = Field(None, alias="tome_ratio")
     name: str = Field("", pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")  # part of the file's name
 
@@ -68,24 +71,36 @@ def read_prompts(path: Path, defaults: Job, limits: Limits) -> list[Prompt]:
     Raises:
         PromptFileError: the file cannot be read, has no prompt, or has a line that is not allowed.
     """
+    line_model = bounded(Line, {**limits.types, "size": Annotated[SizeText, AfterValidator(limits.find_size)]})
+    prompts = []
+    for index, line in enumerate(_read_lines(path, line_model)):
+        values = dict(line)
+        name, seed = values.pop("name"), values.pop("seed")
+        (job,) = make_jobs(defaults, 1, seed_after(defaults.seed, index) if seed is None else seed, **values)
+        prompts.append(Prompt(index, job, name))
+    return prompts
+
+
+def _read_lines(path: Path, line_model: type[Line]) -> list[Line]:
+    """The lines of a file that are not blank, as this model; errors are those of `read_prompts`."""
     if path.suffix not in (".txt", ".jsonl"):
         raise PromptFileError(f"{path} is not allowed: the file name must end in .txt or .jsonl")
     try:
         content = path.read_bytes()
     except OSError as error:
         raise PromptFileError(f"{path} cannot be read: {error.strerror}") from error
-    prompts: list[Prompt] = []
+    lines: list[Line] = []
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         try:
             text = line.decode("utf-8").strip()
             if text:
                 fields = {"prompt": text} if path.suffix == ".txt" else _read_json(text)
-                prompts.append(_make_prompt(len(prompts), Line.model_validate(fields), defaults, limits))
+                lines.append(line_model.model_validate(fields))
         except (ValueError, RecursionError) as error:
             raise PromptFileError(f"{path}, line {number}: {_describe(error)}") from error
-    if not prompts:
+    if not lines:
         raise PromptFileError(f"{path} has no prompt")
-    return prompts
+    return lines
 
 
 def _read_json(text: str) -> Any:
@@ -99,13 +114,13 @@ def _integer(digits: str) -> int:
 
 
 def read_texts(path: Path) -> list[str]:
-    """The prompts in a file alone, of any length.
+    """The prompts in a file alone.
 
     Raises:
         PromptFileError: as `read_prompts`.
     """
-    any_length = Limits((Size(1, 1),), (0.0,), prompt_characters=100_000)
-    return [prompt.job.prompt for prompt in read_prompts(path, Job("", 1, 1, 0.0, seed=0), any_length)]
+    any_length = bounded(Line, {"prompt": text_type(MAX_CHARACTERS)})
+    return [line.prompt for line in _read_lines(path, any_length)]
 
 
 def model_prompts(model: str, option: str) -> list[str]:
@@ -132,16 +147,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _make_prompt(index: int, line: Line, defaults: Job, limits: Limits) -> Prompt:
-    changes = line.model_dump(exclude_none=True, exclude={"size", "name"})
-    size = {} if line.size is None else line.size._asdict()
-    job = replace(defaults, **{"seed": seed_after(defaults.seed, index), **changes, **size})
-    return Prompt(index, limits.check(job), line.name)
-
-
 def _describe(error: Exception) -> str:
-    if isinstance(error, JobError):
-        return f"{'tome_ratio' if error.field == 'ratio' else error.field}: {error}"
     if isinstance(error, ValidationError):
         return first_error(error, [field.alias or name for name, field in Line.model_fields.items()])
     if isinstance(error, UnicodeDecodeError):

@@ -1,16 +1,18 @@
 """Requests and responses as pydantic models: what both interfaces share, and OpenAI's images API.
 
-The models check types and constant bounds. What depends on the export and the command line is checked by `Limits`, and
-added to /openapi.json by `app.App.openapi`.
+The models of requests have the bounds that are the same for all exports. `requests_for` makes those for one export,
+which have all bounds, and so does /openapi.json.
 """
 
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BaseModel, Field, field_validator
+from pydantic_core import PydanticCustomError
 
-from ..run.manifest import STRICT
-from .jobs import Limits
+from ..run.manifest import STRICT, Size
+from .engines import ServedModel
+from .limits import WHOLE, Integer, Strength, bounded
 from .tickets import State
 
 
@@ -20,59 +22,23 @@ class Strict(BaseModel):
     model_config = STRICT
 
 
-# In JSON Schema, 3.0 is an integer; true and "3" are not
-WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
-Integer = Annotated[int, WHOLE]
-
-
-def schema_keywords(limits: Limits) -> dict[str, dict[str, Any]]:
-    """Keywords of JSON Schema that /openapi.json has for the fields of a job, which `Limits.check` checks."""
-    text = {"maxLength": limits.prompt_characters}
-    keywords: dict[str, dict[str, Any]] = {
-        "prompt": text,
-        "negative_prompt": text,
-        "size": {"enum": ["auto", *map(str, limits.sizes)]},
-        "ratio": ratio_keywords(limits.ratios),
-    }
-    for name, (low, high) in limits.ranges.items():
-        keywords[name] = {"minimum": low, "maximum": high}
-    return keywords
-
-
-def ratio_keywords(ratios: Sequence[float]) -> dict[str, Any]:
-    """Keywords of JSON Schema for a ratio that is one of these.
-
-    They are `examples`, because an `enum` would refuse what `find_ratio` accepts: 0.333333 for 1/3.
-    """
-    return {"minimum": 0, "exclusiveMaximum": 1, "examples": list(ratios)}
-
-
-def add_keywords(model: dict[str, Any], keywords: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add keywords to the fields of these names in a model's JSON schema."""
-    for name in keywords.keys() & model.get("properties", {}).keys():
-        field = model["properties"][name]
-        value = field["anyOf"][0] if "anyOf" in field else field  # the other one is null
-        value.update(keywords[name])
-
-
 # OpenAI
 
 
 class ImageFields(Strict):
     """The fields that all requests for images share."""
 
-    prompt: str
+    # First, because an unknown model is a 404, whatever else is wrong.
     model: str | None = Field(None, max_length=500, description="the name in GET /v1/models; empty: that one")
+    prompt: str
     n: Integer | None = Field(None, description="images, 1 if absent; they get seed, seed + 1, …, modulo 2**32")
-    size: str | None = Field(None, description='"WIDTHxHEIGHT" in pixels; "auto" or absent: the first exported')
+    size: Size | None = Field(None, description='"WIDTHxHEIGHT" in pixels; "auto" or absent: the first exported')
     seed: Integer | None = Field(None, description="random if absent; the answer contains it")
     steps: Integer | None = Field(None, description="denoising steps")
     guidance_scale: float | None = Field(None, description="weight of classifier-free guidance; 1 or less: none")
     negative_prompt: str | None = Field(None, description="what the image should not show")
     tome_ratio: float | None = Field(None, description="how much merging leaves out; an exported ratio, in six digits")
-    strength: float | None = Field(
-        None, gt=0, le=1, description="share of the steps that run on the image; 0.75 if absent"
-    )
+    strength: Strength | None = Field(None, description="share of the steps that run on the image; 0.75 if absent")
     stream: bool | None = Field(None, description="answer with server-sent events: progress, then the images")
     user: str | None = Field(None, max_length=500, description="accepted and ignored")
     response_format: Literal["b64_json", "url", ""] | None = Field(
@@ -129,7 +95,7 @@ IGNORED: dict[str, tuple[str | int, ...]] = {
 }
 
 
-class Image(BaseModel):
+class ImageData(BaseModel):
     """One of the two texts is there, and the other one is left out."""
 
     b64_json: str | None = None
@@ -139,7 +105,7 @@ class Image(BaseModel):
 
 class ImagesResponse(BaseModel):
     created: int
-    data: list[Image]
+    data: list[ImageData]
     output_format: Literal["png"] = "png"
     size: str
 
@@ -201,6 +167,43 @@ class TokensResponse(BaseModel):
     tokens: int  # of the prompt, with the two that begin and end it
     max_tokens: int  # that the text encoder reads
     cut: str  # the end of the prompt, which it does not read; "" if the prompt fits
+
+
+@dataclass(frozen=True)
+class Requests:
+    """The models of requests for one export."""
+
+    image: type[ImageRequest]
+    edit: type[EditRequest]
+    tokens: type[TokensRequest]
+
+
+# Where the names of this interface and of a job differ.
+NAMES = {"images": "n", "ratio": "tome_ratio"}
+
+
+def requests_for(model: ServedModel, any_model: bool) -> Requests:
+    """The models of requests for an export; `any_model`: they may name any model."""
+    types = {NAMES.get(name, name): type_ for name, type_ in model.limits.types.items()}
+    if not any_model:
+        types["model"] = _own_name_type(model.name)
+    return Requests(bounded(ImageRequest, types), bounded(EditRequest, types), bounded(TokensRequest, types))
+
+
+def unknown_model(name: str, own: str) -> str:
+    """The message about a model that is not the server's own."""
+    return f"there is no model {name[:60]!r}: this server has {own}; --any-model accepts any name"
+
+
+def _own_name_type(own: str) -> Any:
+    """The type of a model's name that is the server's own, or empty."""
+
+    def check(name: str) -> str:
+        if name not in ("", own):
+            raise PydanticCustomError("model_not_found", "{message}", {"message": unknown_model(name, own)})
+        return name
+
+    return Annotated[str, Field(max_length=500), AfterValidator(check)]
 
 
 class OpenAIError(BaseModel):

@@ -1,12 +1,15 @@
 """Requests and responses of stable-diffusion-webui's API ("A1111"), version 1.10, as pydantic models."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from .engines import ServedModel
 from .jobs import MAX_SEED, MAX_STEPS
+from .limits import Strength, bounded, choice_type, no_image_type, ratio_type
 
 # Most clients send all fields of the schema, also those that they do not use.
 # These fields ask for features that do not exist here, unless they have one of these values, or null.
@@ -61,18 +64,21 @@ class Lenient(BaseModel):
         return value
 
 
-Ratio = Annotated[float, AfterValidator(lambda ratio: ratio + 0.0)]  # -0.0 becomes 0.0, which is written differently
-
-
 class Options(Lenient):
     """Options of the server, or of one request."""
 
     sd_model_checkpoint: str | None = None
     sd_vae: str | None = None
-    token_merging_ratio: Ratio | None = None
-    token_merging_ratio_hr: Annotated[Ratio | None, Field(description="0: token_merging_ratio")] = None
-    token_merging_ratio_img2img: Annotated[Ratio | None, Field(description="0: token_merging_ratio")] = None
+    token_merging_ratio: float | None = None
+    token_merging_ratio_hr: float | None = Field(default=None, description="0: token_merging_ratio")
+    token_merging_ratio_img2img: float | None = Field(default=None, description="0: token_merging_ratio")
     CLIP_stop_at_last_layers: int | None = None
+
+
+class ServerOptions(Options):
+    """The server's options, with those that cannot change."""
+
+    samples_format: Literal["png"] = "png"  # KoboldAI Lite uses no server whose options lack it
 
 
 def _is_off(script: Any) -> bool:
@@ -126,11 +132,7 @@ class TextRequest(Lenient):
     cfg_scale: float | None = None
     width: int | None = None
     height: int | None = None
-    denoising_strength: float | None = Field(
-        None,
-        description="of img2img and of a second pass, above 0; 0.75 if null",
-        json_schema_extra={"minimum": 0, "maximum": 1},
-    )
+    denoising_strength: float | None = Field(None, description="of a second pass, above 0 and at most 1; 0.75 if null")
     restore_faces: bool | None = None
     tiling: bool | None = None
     clip_skip: int | None = Field(None, description="a field of SD.Next")
@@ -186,6 +188,7 @@ class ImageToImageRequest(TextRequest):
 
     init_images: list[str] = Field(min_length=1, max_length=1, description="PNG, JPEG or WEBP in base64 or a data URL")
     firstpass_image: str | None = Field(None, description="ignored, because there is no second pass")
+    denoising_strength: Strength | None = Field(None, description="0.75 if null")
     include_init_images: bool | None = Field(False, description="true: the answer's parameters contain init_images")
     initial_noise_multiplier: float | None = None
     resize_mode: int | None = 0
@@ -202,6 +205,67 @@ class ImageToImageRequest(TextRequest):
     inpainting_fill: Integer | None = 0
     inpainting_mask_invert: Integer | None = 0
     enable_hr: bool | None = None  # a second pass follows only an image from text
+
+
+@dataclass(frozen=True)
+class WebuiRequests:
+    """The models of requests for one export."""
+
+    text: type[TwoPassRequest]
+    image: type[ImageToImageRequest]
+    options: type[Options]
+
+
+# Defaults of stable-diffusion-webui and webuiapi, which cannot be distinguished from a choice. `info` contains the
+# sampler that was used.
+DEFAULT_SAMPLERS = ("", "Euler", "Euler a")
+
+
+def aliases_of(sampler: str) -> list[str]:
+    """stable-diffusion-webui's abbreviations: "dpmpp_2m" and "k_dpmpp_2m" for "DPM++ 2M"."""
+    short = sampler.lower().replace("++", "pp").replace(" ", "_")
+    return [short, f"k_{short}"]
+
+
+def samplers_of(sampler: str) -> list[str]:
+    """Names of samplers that requests may have, where this one was exported."""
+    return [*DEFAULT_SAMPLERS, sampler, *aliases_of(sampler)]
+
+
+def requests_for(model: ServedModel) -> WebuiRequests:
+    """The models of requests for an export."""
+    limits, allowed = model.limits, model.limits.types
+    fixed_sampler = "requests cannot change the exported scheduler: see /sdapi/v1/samplers"
+    sampler = choice_type(str, samplers_of(model.sampler), lambda value: fixed_sampler)
+    one_model = f"this server has one model: {model.name}"
+    zero_or_ratio = ratio_type(tuple(dict.fromkeys((0.0, *limits.ratios))))  # 0: token_merging_ratio
+    options = bounded(
+        Options,
+        {
+            "sd_model_checkpoint": choice_type(str, ("", model.name), lambda value: one_model),
+            "token_merging_ratio": allowed["ratio"],
+            "token_merging_ratio_hr": zero_or_ratio,
+            "token_merging_ratio_img2img": zero_or_ratio,
+        },
+    )
+
+    def side_type(sides: Iterable[int]) -> Any:
+        reason = f"was not exported: {limits.size_rule}"
+        return choice_type(int, sorted({*sides}), lambda value: f"{value!s:.20} {reason}")
+
+    types = {
+        **{name: allowed[name] for name in ("prompt", "negative_prompt", "steps")},
+        "cfg_scale": allowed["guidance_scale"],
+        "batch_size": allowed["images"],
+        "n_iter": allowed["images"],
+        "width": side_type(size.width for size in limits.sizes),
+        "height": side_type(size.height for size in limits.sizes),
+        "sampler_name": sampler,
+        "sampler_index": sampler,
+        "override_settings": options,
+    }
+    images = types if limits.image_to_image else {**types, "init_images": no_image_type(list[str])}
+    return WebuiRequests(bounded(TwoPassRequest, types), bounded(ImageToImageRequest, images), options)
 
 
 class GenerationInfo(BaseModel):

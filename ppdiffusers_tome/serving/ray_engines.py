@@ -1,4 +1,4 @@
-"""Engines in their own processes, on this machine or others: Ray actors with the interface of `Engine`."""
+"""Engines in their own processes, on this machine or others: Ray actors."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 # Ray after Paddle 2.6 crashes in inflateReset2, because Paddle exports its own copy of zlib's symbols, unless Python's
 # zlib was loaded before Paddle, as the package's __init__ does.
 import ray
-from PIL.Image import Image
+from PIL import Image
 from ray.exceptions import (
     NodeDiedError,
     ObjectLostError,
@@ -30,7 +30,7 @@ from ray.exceptions import (
 
 from ..cores import usable_cores
 from ..errors import ToMeError
-from .engine import Engine
+from .engines import ImageEngine
 from .jobs import MAX_LOST_ENGINES, AbandonedError, EngineLostError, Job
 from .offline import ImageBackend, ImageResult, ImageResults, generate_batch
 from .prompt_file import Prompt
@@ -79,46 +79,46 @@ def ray_session(address: str | None, cpus: float, gpus: float, shows_logs: bool)
 
 
 class EngineProcess:
-    """The actor. Its engine runs in one thread; `progress` is answered in another one."""
+    """The actor. Its engine runs in one thread; `progress` and `count_tokens` are answered in another one."""
 
-    def __init__(self, load: Callable[[], Engine]) -> None:
+    def __init__(self, load: Callable[[], ImageEngine]) -> None:
         self._load = load
         self._call, self._should_stop = 0, False
-        self._step: tuple[int, ...] = 0, 0
+        self._step = 0, 0
 
-    def load(self) -> tuple[str, str, Mapping[float, str], bool]:
-        """Load the engine; returns its name, sampler, methods and `can_batch`."""
+    def load(self) -> tuple[str, str, Mapping[float, str], bool, int]:
+        """Load the engine; returns its name, sampler, methods, `can_batch` and `program_loads`."""
         self._engine = engine = self._load()
-        return engine.name, engine.sampler, engine.methods, engine.can_batch
+        return engine.name, engine.sampler, engine.methods, engine.can_batch, engine.program_loads
 
-    def load_next(self) -> bool:
-        """See `Engine.load_next`."""
-        return self._engine.load_next()
+    def load_next(self) -> tuple[bool, int]:
+        """See `ImageEngine.load_next`; also returns `program_loads`."""
+        return self._engine.load_next(), self._engine.program_loads
 
-    def generate(self, call: int, jobs: Sequence[Job]) -> list[Image]:
-        """See `Engine.generate`; `progress` reports and stops the call of this number."""
+    def generate(self, call: int, jobs: Sequence[Job]) -> tuple[list[Image.Image], int]:
+        """See `ImageEngine.generate`; also returns `program_loads`. `progress` reports and stops the call."""
         self._call, self._step, self._should_stop = call, (0, jobs[0].steps_to_run), False
 
-        def should_stop(*step: int) -> bool:
-            self._step = step or self._step
+        def should_stop(step: int, steps: int) -> bool:
+            self._step = step, steps
             return self._should_stop
 
-        return self._engine.generate(jobs, should_stop)
+        return self._engine.generate(jobs, should_stop), self._engine.program_loads
 
     @ray.method(concurrency_group="control")
-    def progress(self, call: int, should_stop: bool) -> tuple[int, ...]:
+    def progress(self, call: int, should_stop: bool) -> tuple[int, int]:
         """Finished and all steps of the current call, which ends at its next step if `should_stop` is true."""
         self._should_stop = self._should_stop or (should_stop and call == self._call)
         return self._step
 
     @ray.method(concurrency_group="control")
     def count_tokens(self, prompt: str) -> tuple[int, int, str]:
-        """See `Engine.count_tokens`."""
+        """See `ImageEngine.count_tokens`."""
         return self._engine.count_tokens(prompt)
 
 
 class RemoteEngine:
-    """The interface of `Engine` to an actor.
+    """An `ImageEngine` whose work an actor does.
 
     Args:
         load: makes the engine; called in the actor, so its files must be on all machines.
@@ -133,7 +133,7 @@ class RemoteEngine:
 
     def __init__(
         self,
-        load: Callable[[], Engine],
+        load: Callable[[], ImageEngine],
         cpus: float,
         gpus: float,
         hung_seconds: float,
@@ -145,7 +145,7 @@ class RemoteEngine:
             self._actor = make(load)
             try:
                 described = self._result(self._actor.load.remote())
-                self.name, self.sampler, self.methods, self.can_batch = described
+                self.name, self.sampler, self.methods, self.can_batch, self.program_loads = described
                 return
             except EngineLostError as error:
                 if attempt == MAX_LOST_ENGINES - 1:
@@ -156,15 +156,18 @@ class RemoteEngine:
                 raise
 
     def count_tokens(self, prompt: str) -> tuple[int, int, str]:
-        """See `Engine.count_tokens`; raises EngineLostError as `generate` does."""
+        """See `ImageEngine.count_tokens`; raises EngineLostError as `generate` does."""
         return self._result(self._actor.count_tokens.remote(prompt), self._hung_seconds)
 
     def load_next(self) -> bool:
-        """See `Engine.load_next`; raises EngineLostError if the actor has died."""
-        return self._result(self._actor.load_next.remote())
+        """See `ImageEngine.load_next`."""
+        has_more, self.program_loads = self._result(self._actor.load_next.remote())
+        return has_more
 
-    def generate(self, jobs: Sequence[Job], should_stop: Callable[..., bool] | None = None) -> list[Image]:
-        """See `Engine.generate`; should_stop is called several times a second, with the last step known here.
+    def generate(
+        self, jobs: Sequence[Job], should_stop: Callable[[int, int], bool] | None = None
+    ) -> list[Image.Image]:
+        """See `ImageEngine.generate`; should_stop is called several times a second, with the last step known here.
 
         Raises:
             EngineLostError: the actor has died, or its call took too long. This engine must not be used afterwards.
@@ -179,7 +182,9 @@ class RemoteEngine:
                 is_stopped = should_stop(*ray.get(progress)) or is_stopped
                 progress = self._actor.progress.remote(self._calls, is_stopped)
 
-        return self._result(self._actor.generate.remote(self._calls, jobs), self._hung_seconds, poll)
+        call = self._actor.generate.remote(self._calls, jobs)
+        images, self.program_loads = self._result(call, self._hung_seconds, poll)
+        return images
 
     def _result(self, call: Any, max_seconds: float = inf, poll: Callable[[], None] = lambda: None) -> Any:
         """Wait for the actor and return its result, or raise its error; `poll` is called meanwhile.
@@ -208,7 +213,9 @@ class RemoteEngine:
             raise EngineLostError(str(error)) from None
 
 
-def generate_on_ray(load: Callable[[], Engine], engines: int, cpus: float = 1.0, gpus: float = 0.0) -> ImageBackend:
+def generate_on_ray(
+    load: Callable[[], ImageEngine], engines: int, cpus: float = 1.0, gpus: float = 0.0
+) -> ImageBackend:
     """A backend of several engines, on the Ray that this process is connected to.
 
     An engine that is lost is replaced, and its batch runs again on any engine. The prompts of a batch that has lost
@@ -283,7 +290,7 @@ class _Work:
 
     def _run_batches(self) -> None:
         """In a thread: run batches until none is needed, and replace an engine that is lost."""
-        engine: Any = None
+        engine: ImageEngine | None = None
         while not self._is_over.is_set():
             try:
                 engine = engine or self._make_engine(self._is_over.is_set)

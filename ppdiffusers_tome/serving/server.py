@@ -1,4 +1,4 @@
-"""The server of one process: uvicorn in one thread, the queue in another. SIGTERM finishes accepted jobs."""
+"""The server of one process: uvicorn in one thread, an engine in each other one. SIGTERM finishes accepted jobs."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ from fastapi import FastAPI
 
 from ..errors import ToMeConfigError, ToMeError
 from .app_config import AppConfig, url_of
-from .queue import ImageQueue
+from .pool import EnginePool
 
 logger = logging.getLogger("uvicorn.error")
 
@@ -27,7 +27,7 @@ class ServerFailedError(ToMeError, RuntimeError):
 
 
 def serve(
-    queue: ImageQueue,
+    pool: EnginePool,
     app: FastAPI,
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -42,8 +42,8 @@ def serve(
     pipeline call does not end at its next step, the process ends with exit status 1.
 
     Args:
-        queue: not yet started. It loads its engine while the server already answers /health and /ready.
-        app: from `create_app`, over that queue.
+        pool: not yet started. It loads its engine while the server already answers /health and /ready.
+        app: from `create_app`, over that pool.
         host, port: address to listen on; port 0 selects a free one, which is logged.
         seconds: longest time from the first signal to the end.
         on_ready: called once with the address for a browser on this machine, when the model is loaded.
@@ -53,17 +53,18 @@ def serve(
         ServerFailedError: the model could not be loaded, or the image thread has ended.
         ToMeConfigError: the server cannot listen on the address.
     """
-    server = DrainingServer(app, queue, seconds, keep_alive)
+    server = DrainingServer(app, pool, seconds, keep_alive)
+    logger.addFilter(_is_about_this_server)
     listener = listen(host, port)
     if on_ready is not None:
         server.on_ready = partial(on_ready, url_of(host, listener.getsockname()[1]))
     logger.info("listening at http://%s:%d and loading the model", *listener.getsockname()[:2])
-    queue.start()
+    pool.start()
     try:
         server.run(sockets=[listener])
     finally:
-        failure, is_running = queue.failure, queue.progress().running > 0
-        if not queue.close(max(1.0, server.end - monotonic()) if is_running else 1.0):
+        failure, is_running = pool.failure, pool.queue.progress().running > 0
+        if not pool.close(max(1.0, server.end - monotonic()) if is_running else 1.0):
             logger.warning("ending the process while the model is %s", "running" if is_running else "loading")
             logging.shutdown()
             os._exit(1 if is_running else 0)
@@ -95,13 +96,18 @@ def listen(host: str, port: int) -> socket.socket:
         raise ToMeConfigError(f"cannot listen on {host}, port {port}: {error}{remedy}") from error
 
 
+def _is_about_this_server(record: logging.LogRecord) -> bool:
+    """Whether a line of the log is not uvicorn's advice to install a library of websockets: this server has none."""
+    return not record.getMessage().startswith("No supported WebSocket library")
+
+
 class DrainingServer(uvicorn.Server):
-    """Ends when the queue is idle after a signal, `seconds` after it, or when the queue has failed."""
+    """Ends when the queue is idle after a signal, `seconds` after it, or when the pool has failed."""
 
     def __init__(
         self,
         app: FastAPI,
-        queue: ImageQueue,
+        pool: EnginePool,
         seconds: float = 120,
         keep_alive: float = AppConfig.keep_alive_seconds,
     ) -> None:
@@ -109,8 +115,8 @@ class DrainingServer(uvicorn.Server):
         options["timeout_keep_alive"] = keep_alive
         super().__init__(uvicorn.Config(app, **options, server_header=False, proxy_headers=False))
         self.end = 0.0  # by time.monotonic(), after a signal
-        self.on_ready: Callable[[], None] | None = None  # called once, when the queue is ready
-        self._queue, self._seconds = queue, seconds
+        self.on_ready: Callable[[], None] | None = None  # called once, when the pool is ready
+        self._pool, self._seconds = pool, seconds
         self._signal: int | None = None  # set by the signal handler, which must not lock
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -123,11 +129,11 @@ class DrainingServer(uvicorn.Server):
         if self._signal and not self.end:
             logger.info("%s: finishing accepted requests", signal.Signals(self._signal).name)
             self.end = monotonic() + self._seconds
-            self._queue.drain()
-        if self.on_ready is not None and self._queue.state == "ready":
+            self._pool.drain()
+        if self.on_ready is not None and self._pool.state == "ready":
             self.on_ready()
             self.on_ready = None
-        if self._queue.state == "failed" or (self.end and (self._queue.is_idle or monotonic() > self._close_by)):
+        if self._pool.state == "failed" or (self.end and (self._pool.queue.is_idle or monotonic() > self._close_by)):
             self.should_exit = True
         return await super().on_tick(counter)
 

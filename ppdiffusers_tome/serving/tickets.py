@@ -1,4 +1,4 @@
-"""Waiting and running jobs, the pipeline calls that they share, their progress, and errors of the queue."""
+"""Waiting and running jobs, the pipeline calls that they share, their progress, and why a queue refuses others."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from itertools import pairwise
 from time import monotonic
 from typing import Literal
 
-from PIL.Image import Image
+from PIL import Image
 
 from ..errors import ToMeError
 from .jobs import GenerationError, Job, JobError
 
-State = Literal["loading", "ready", "draining", "failed"]
+State = Literal["loading", "ready", "draining", "failed"]  # of a pool of engines. "failed" is permanent
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Ticket:
     job: Job
     progress: RequestProgress  # of its request
     arrived: float  # by time.monotonic()
-    future: "Future[Image]" = field(default_factory=Future)
+    future: "Future[Image.Image]" = field(default_factory=Future)
     runs_alone: bool = False  # because a call that it shared has failed
     lost_engines: int = 0
 
@@ -97,9 +97,10 @@ class Ticket:
     def cost(self) -> float:
         """An estimate of the job's duration in arbitrary units: steps times pixels."""
         job, second = self.job, self.job.second_pass
-        first = (job.steps_to_run - (second.steps if second else 0)) * job.height * job.width
-        passes = 2 if job.guidance_scale > 1 else 1
-        return passes * (first + (second.steps * second.height * second.width if second else 0))
+        later = second.steps if second else 0
+        passes = [(job.steps_to_run - later, job.size), *([(later, second.size)] if second else [])]
+        guidance = 2 if job.guidance_scale > 1 else 1
+        return guidance * sum(steps * size.height * size.width for steps, size in passes)
 
     def fail(self, error: BaseException) -> None:
         """Raise an error where the image is awaited.
@@ -123,7 +124,12 @@ class Call:
     step_times: list[float] | None = field(default_factory=list)  # the end of each step; None: not all were reported
 
     @property
+    def jobs(self) -> list[Job]:
+        return [ticket.job for ticket in self.tickets]
+
+    @property
     def seconds(self) -> float:
+        """Seconds since it began."""
         return monotonic() - self.since
 
     @property
@@ -149,7 +155,7 @@ class Call:
             progress.count(step, steps, images)
         return all(ticket.future.cancelled() for ticket in self.tickets)
 
-    def deliver(self, images: Sequence[Image], seconds: float) -> None:
+    def deliver(self, images: Sequence[Image.Image], seconds: float) -> None:
         """Hand over the images of a call that took `seconds`."""
         for progress, count in self.requests.items():
             progress.seconds, progress.batch = progress.seconds + seconds, len(images)
@@ -160,7 +166,7 @@ class Call:
                 ticket.future.set_result(image)
 
 
-def gather(waiting: Sequence[Ticket], max_batch: int) -> tuple[list[Ticket], bool]:
+def next_batch(waiting: Sequence[Ticket], max_batch: int) -> tuple[list[Ticket], bool]:
     """The oldest job and those that share its call, and whether more could."""
     oldest = waiting[0]
     key = oldest.job.batch_key
@@ -184,7 +190,7 @@ def wait_time(images: int, waiting: Sequence[Ticket], calls: Sequence[Call], max
         cost += call.cost * (1 - call.step / call.steps)
         if not pace and call.step:  # the first call
             pace = call.seconds * call.steps / call.step / call.cost
-    while waiting and images > len(batch := gather(waiting, max_batch)[0]):
+    while waiting and images > len(batch := next_batch(waiting, max_batch)[0]):
         images -= len(batch)
         cost += sum(ticket.cost for ticket in batch)
         waiting = [ticket for ticket in waiting if ticket not in batch]

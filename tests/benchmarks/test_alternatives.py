@@ -154,11 +154,11 @@ def test_a_result_is_continued_timed_and_reported_and_one_of_other_images_is_ref
     assert "1 steps" in text and "| ONNX Runtime | Paddle Inference |" in text
     assert [path.stem for path in tmp_path.glob("*.png")] == [file.stem]
     others = [*about("3", "results"), *settings]
-    with pytest.raises(SystemExit, match="another prompts: pass --restart"):
+    with pytest.raises(SystemExit, match=r"prompts.*--restart"):
         call(*others)
-    with pytest.raises(SystemExit, match="another prompts: generate its images again, without --time"):
+    with pytest.raises(SystemExit, match=r"prompts.*without --time"):
         call(*others, "--time", "--restart")
-    with pytest.raises(SystemExit, match="does not exist: generate its images first"):
+    with pytest.raises(SystemExit, match="generate its images"):
         call(*about("2", "none"), *settings, "--time")
     call(*others, "--restart", "--only", "interlace 0.75")
     restarted = read_json(file)

@@ -1,4 +1,4 @@
-"""benchmarks/program_memory.py: what it measures."""
+"""benchmarks/program_memory.py measures programs in processes and in a server, and reports one that fails."""
 
 import program_memory
 
@@ -9,7 +9,8 @@ def test_memory_of_programs(onnx_folder):
     assert row["bytes"] > 0 and 0 < row["loading_seconds"] < row["seconds"]
 
 
-def test_a_process_that_fails_is_a_row(tmp_path):
+def test_a_process_that_fails_is_a_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(program_memory.sys, "executable", "/bin/false")
     assert "ended with status [1]" in program_memory.measured(tmp_path, "onnxruntime", 1)["error"]
 
 

@@ -1,4 +1,4 @@
-"""What a comparison of images generates."""
+"""The images that a comparison generates: prompts, photographs, seeds, and settings out of range."""
 
 import math
 from dataclasses import replace
@@ -20,7 +20,7 @@ EVALUATION = Evaluation("model", (("a fox", 1), ("an owl", 2**32 - 1)), 32, 20, 
     ],
 )
 def test_evaluations_out_of_range_are_refused(change):
-    with pytest.raises(ToMeConfigError, match=f"{next(iter(change))}=.* is not allowed"):
+    with pytest.raises(ToMeConfigError, match=f"{next(iter(change))}="):
         replace(EVALUATION, **change)
 
 

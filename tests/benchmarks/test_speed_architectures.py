@@ -37,16 +37,16 @@ def test_folder_is_read():
 
 
 def test_folder_without_a_usable_unet_is_refused(tmp_path):
-    with pytest.raises(ToMeConfigError, match=r"must be a pipeline's folder with unet/config\.json"):
+    with pytest.raises(ToMeConfigError, match=r"unet/config\.json"):
         read_architecture(tmp_path)
     (tmp_path / "unet").mkdir()
     (tmp_path / "unet" / "config.json").write_text(json.dumps({"_class_name": "UNet3DConditionModel"}))
-    with pytest.raises(ToMeConfigError, match="its UNet is a UNet3DConditionModel"):
+    with pytest.raises(ToMeConfigError, match="UNet3DConditionModel"):
         read_architecture(tmp_path)
 
 
 def test_unet_without_attention_is_refused():
     plain = ARCHITECTURES["tiny"]
     plain = type(plain)("a UNet", {**plain.config, "down_block_types": ("DownBlock2D",)})
-    with pytest.raises(ToMeConfigError, match="a UNet has no CrossAttnDownBlock2D, only DownBlock2D"):
+    with pytest.raises(ToMeConfigError, match="no CrossAttnDownBlock2D, only DownBlock2D"):
         _ = plain.first_level

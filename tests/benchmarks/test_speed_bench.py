@@ -21,7 +21,7 @@ def read(file):
 
 def test_bench_prints_a_table_and_writes_what_was_measured(tmp_path, capsys):
     out = tmp_path / "new" / "speed.json"
-    options = [*TINY, "--rounds", "2", "--arms", "plain", "tome", "both", "--output", str(out)]
+    options = [*TINY, "--rounds", "2", "--arms", "plain", "tome", "both", "built-in", "--output", str(out)]
     options += ["--merging", "method=tomesd,ratio=0.5,sx=4", "method=todo,ratio=0.75"]
     assert bench.main(options) == 0
     printed, case = capsys.readouterr().out, read(out)
@@ -33,9 +33,9 @@ def test_bench_prints_a_table_and_writes_what_was_measured(tmp_path, capsys):
     assert json.loads(out.read_text())["command"] == f"python benchmarks/bench.py {' '.join(options)}"
     arms = [measured.arm for measured in case.with_status("measured")]
     assert [(arm.config is not None, arm.attention) for arm in arms] == [
-        (False, "plain"), *2 * [(True, "plain")], *2 * [(True, "slicing")]
+        (False, "plain"), *2 * [(True, "plain")], *2 * [(True, "slicing")], (True, "plain")
     ]  # fmt: skip
-    plain, tome, cells, both, _ = case.arms
+    plain, tome, cells, both, *_ = case.arms
     assert cells.name == "todo 0.75, eager"
     assert all(len(arm.seconds) == 2 for arm in case.arms)
     assert both.parity["against"] == "tomesd 0.5, sx=4, eager" and both.parity["difference"] < 1e-4

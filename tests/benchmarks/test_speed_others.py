@@ -1,18 +1,12 @@
 """The apply_tome that ppdiffusers ships, beside ours: it computes the same, and leaves no trace."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
-import bench
 import numpy as np
 import paddle
 import pytest
 from conftest import traces
 from lab.arm import Arm
 from lab.speed.architectures import ARCHITECTURES
-from lab.speed.cases import Measurement, make_configs, read_cases
+from lab.speed.cases import Measurement, make_configs
 from lab.speed.catalog import make_arms
 from lab.speed.parity import check_parity
 from lab.speed.workloads import Workload
@@ -20,8 +14,6 @@ from speed_results import config, open_backend, tiny
 from top_block import build_transformer
 
 from ppdiffusers_tome.families.models import find_blocks
-
-SCRIPT = Path(bench.__file__)
 
 
 def test_the_built_in_merges_as_tomesd_with_fixed_dst_at_the_ratios_that_it_allows():
@@ -44,17 +36,6 @@ def test_arms_compute_what_they_should_and_leave_no_trace(tmp_path):
     built_in = Measurement(Arm(config(0.5), "built-in"))
     check_parity([built_in], workload.set_inputs, eager.output)
     assert built_in.parity["against"] == "tomesd 0.5, eager" and built_in.parity["difference"] < 1e-5
-
-
-def test_command_measures_the_arms_in_its_worker(tmp_path):
-    out = tmp_path / "speed.json"
-    options = ["--architecture", "tiny", "--size", "128", "--rounds", "1", "--threads", "1", "--output", str(out)]
-    options += ["--arms", "plain", "tome", "built-in", "--merging", "method=interlace", "method=tomesd,ratio=0.5"]
-    subprocess.run([sys.executable, SCRIPT, *options], check=True, capture_output=True)
-    result = json.loads(out.read_text())
-    (case,) = read_cases(result, out)
-    assert [arm.status for arm in case.arms] == ["measured"] * 4
-    assert result["command"] == f"python benchmarks/bench.py {' '.join(options)}"
 
 
 @pytest.mark.parametrize(("name", "channels", "heads"), [("sd15", 320, 8), ("sdxl", 640, 10)])

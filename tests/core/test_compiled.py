@@ -55,7 +55,7 @@ def test_merging_of_a_compiled_model_cannot_change(compile_, tmp_path):
     unet = compile_(make_unet(), tmp_path / "plain")
     before = set(unet.__dict__)
     unet.remove_tome()  # which is off
-    with pytest.raises(ToMeConfigError, match=r"runs a program that paddle\.\S+\(\) has made.*del UNet\S+\.forward"):
+    with pytest.raises(ToMeConfigError, match=r"paddle\.\S+\(\).*del UNet\S+\.forward"):
         unet.apply_tome()
     with pytest.raises(ToMeConfigError, match="runs a program"), unet.tome(0.25):
         pass
@@ -65,7 +65,7 @@ def test_merging_of_a_compiled_model_cannot_change(compile_, tmp_path):
     plain = run(unet)
     compile_(unet.apply_tome(), tmp_path / "merged")
     for change in (unet.remove_tome, unet.apply_tome, lambda: unet.apply_tome(0.25)):
-        with pytest.raises(ToMeConfigError, match="merge first, and make the program afterwards"):
+        with pytest.raises(ToMeConfigError, match="merge first"):
             change()
     assert unet.tome_summary(16, 16).blocks
     del unet.forward

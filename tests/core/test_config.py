@@ -72,7 +72,7 @@ def test_the_default_ratio_is_one_that_the_cells_allow():
     assert ToMeConfig(method="tomesd", sx=4).effective_ratio == 0.5
     assert ToMeConfig(method="tomesd", sx=1, sy=1).effective_ratio == 0
     assert ToMeConfig(0.5, "todo") != ToMeConfig(method="todo", sy=1)
-    with pytest.raises(ToMeConfigError, match="sx=0 is not allowed"):
+    with pytest.raises(ToMeConfigError, match="sx=0"):
         ToMeConfig(method="todo", sx=0)
 
 
@@ -80,7 +80,7 @@ def test_the_default_ratio_is_one_that_the_cells_allow():
 def test_a_setting_that_a_method_lacks_is_an_error_that_lists_the_methods_with_it(name):
     having = [method for method in METHODS if METHODS[method].has(name)]
     for method in METHODS.keys() - having:
-        message = f"{name}={OTHERS[name]!r} .* method='{method}', which has no {name}: .* {', '.join(having)}"
+        message = f"{name}={OTHERS[name]!r} .*method='{method}'.* {', '.join(having)}"
         with pytest.raises(ToMeConfigError, match=rf"{message}\.$"):
             ToMeConfig(method=method, **{name: OTHERS[name]})
         assert ToMeConfig(method=method, **{name: DEFAULTS[name]}) == ToMeConfig(method=method)
@@ -90,10 +90,10 @@ def test_a_setting_that_a_method_lacks_is_an_error_that_lists_the_methods_with_i
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ration": 0.5}, "'ration' is not a setting: did you mean ratio\\?"),
-        ({"merge_atn": True}, "'merge_atn' is not a setting: did you mean merge_attn\\?"),
-        ({"merge_ratio": 0.5}, "'merge_ratio' is not a setting: did you mean ratio\\?"),
-        ({"qqq": 1}, f"'qqq' is not a setting: use {', '.join(DEFAULTS)}\\."),
+        ({"ration": 0.5}, "'ration' .*mean ratio\\?"),
+        ({"merge_atn": True}, "'merge_atn' .*mean merge_attn\\?"),
+        ({"merge_ratio": 0.5}, "'merge_ratio' .*mean ratio\\?"),
+        ({"qqq": 1}, f"'qqq' .* {', '.join(DEFAULTS)}\\."),
     ],
 )
 def test_an_unknown_name_is_an_error_with_the_nearest_one(settings, message):
@@ -114,7 +114,7 @@ INSTEAD = {  # what the error about each of them names
 @pytest.mark.parametrize("name", INSTEAD)
 def test_a_setting_of_earlier_releases_is_an_error_that_says_what_to_use(name):
     assert INSTEAD.keys() == REPLACED.keys()
-    with pytest.raises(ToMeConfigError, match=rf"^{name} is not a setting since release 3\.0: ") as caught:
+    with pytest.raises(ToMeConfigError, match=rf"^{name} .*3\.0") as caught:
         ToMeConfig().with_settings(**{name: "grid"})
     assert all(words in str(caught.value) for words in INSTEAD[name])
 
@@ -124,7 +124,7 @@ def test_a_setting_of_earlier_releases_is_an_error_that_says_what_to_use(name):
 )
 def test_a_method_of_earlier_releases_is_an_error_that_says_what_to_use(method, instead):
     for make in (lambda: ToMeConfig(method=method), lambda: ToMeConfig(0.5, "todo").with_settings(method=method)):
-        with pytest.raises(ToMeConfigError, match=rf"^method='{method}' .* since release 3\.0: ") as caught:
+        with pytest.raises(ToMeConfigError, match=rf"^method='{method}' .*3\.0") as caught:
             make()
         assert f'method="{instead}"' in str(caught.value)
     assert instead in METHODS
@@ -133,9 +133,7 @@ def test_a_method_of_earlier_releases_is_an_error_that_says_what_to_use(method, 
 @pytest.mark.parametrize("value", MERGE_ATTN_OF_2)
 def test_a_value_of_merge_attn_that_named_a_method_is_an_error_that_says_what_to_use(value):
     for method in METHODS:
-        with pytest.raises(
-            ToMeConfigError, match=rf"^merge_attn='{value}' .* release 3\.0: it must be True or False"
-        ) as caught:
+        with pytest.raises(ToMeConfigError, match=rf"^merge_attn='{value}' .*3\.0.*True or False") as caught:
             ToMeConfig(method=method, merge_attn=value)
         assert 'method="interlace"' in str(caught.value)
 
@@ -185,18 +183,16 @@ def test_every_setting_is_checked():
 
 
 def test_the_error_names_what_is_allowed():
-    with pytest.raises(
-        ToMeConfigError, match=r"seed=-1 .* from 0 to 2\*\*64 - 1; with each, tomesd chooses other dst in each step"
-    ):
+    with pytest.raises(ToMeConfigError, match=r"seed=-1 .*from 0 to 2\*\*64 - 1"):
         ToMeConfig(seed=-1)
     with pytest.raises(ToMeConfigError, match=f"method='ToDo' .* one of {', '.join(METHODS)}"):
         ToMeConfig(method="ToDo")
 
 
 def test_the_error_names_what_was_probably_meant():
-    with pytest.raises(ToMeConfigError, match=r"method='ToDo' .*\. Did you mean 'todo'\?"):
+    with pytest.raises(ToMeConfigError, match=r"method='ToDo' .*mean 'todo'\?"):
         ToMeConfig(method="ToDo")
-    with pytest.raises(ToMeConfigError, match=r"ratio=50 .*\. Did you mean 0\.5, which is 50 %\?"):
+    with pytest.raises(ToMeConfigError, match=r"ratio=50 .*mean 0\.5,"):
         ToMeConfig(50)
     with pytest.raises(ToMeConfigError, match="ratio=1000"):
         ToMeConfig(10**400)  # which has no float
@@ -220,12 +216,12 @@ def test_maximum_ratio(sx, sy):
 
 def test_the_maximum_ratio_of_the_default_is_one_part_of_sixteen():
     assert ToMeConfig(15 / 16).effective_ratio == 15 / 16
-    with pytest.raises(ToMeConfigError, match=r"it must be a number from 0 to 0\.9375\."):
+    with pytest.raises(ToMeConfigError, match=r"0 to 0\.9375\."):
         ToMeConfig(15 / 16 + 1e-6)
 
 
 def test_no_layer_to_merge_is_rejected():
-    with pytest.raises(ToMeConfigError, match="merge_attn, merge_crossattn and merge_mlp are all False"):
+    with pytest.raises(ToMeConfigError, match="merge_attn, merge_crossattn and merge_mlp"):
         ToMeConfig(method="tomesd", merge_attn=False)
 
 
@@ -242,9 +238,9 @@ def test_no_layer_to_merge_is_rejected():
 )
 def test_cells_decide_the_ratios_and_the_error_names_them(sx, sy, named):
     """One token of each cell remains, or two of a cell of even sides."""
-    usual = "other cells allow other ratios" if (sx, sy) == (2, 2) else r"0\.5, 0\.75 or 0 with 2×2 cells"
-    allowed = f"method='todo' allows {', '.join(map(str, sorted(named)))} or 0 with sx={sx}, sy={sy}; {usual}"
-    with pytest.raises(ToMeConfigError, match=rf"ratio=0\.4 is not allowed: {allowed}\."):
+    usual = "" if (sx, sy) == (2, 2) else r".*0\.5, 0\.75 or 0 with 2×2 cells"
+    allowed = f"{', '.join(map(str, sorted(named)))} or 0 with sx={sx}, sy={sy}{usual}"
+    with pytest.raises(ToMeConfigError, match=rf"ratio=0\.4 .*method='todo' .*{allowed}"):
         ToMeConfig(0.4, "todo", sx=sx, sy=sy)
     for per_cell, ratio in enumerate(named, 1):
         config = ToMeConfig(ratio, "todo", sx=sx, sy=sy)
@@ -392,7 +388,7 @@ def test_with_settings(own, passed, expected):
         (
             {"method": "todo", "ratio": 0.5},
             {"sx": 4},
-            r"ratio=0.5 .* method='todo' allows 0\.75, 0\.875 or 0 with sx=4",
+            r"ratio=0.5 .*method='todo' .*0\.75, 0\.875 or 0 with sx=4",
         ),
         ({}, {"ratio": 2}, "ratio=2"),
     ],
@@ -407,12 +403,10 @@ def test_the_config_of_a_controlnet():
     assert controlnet_config(config, True) is config and controlnet_config(config, False) is None
     assert controlnet_config(config, 0.3) == ToMeConfig(0.3, "tomesd", seed=3)
     assert controlnet_config(ToMeConfig(method="todo"), 0.5) == ToMeConfig(0.5, "todo")
-    with pytest.raises(ToMeConfigError, match=r"controlnet=0.6 is not allowed: method='todo' allows 0\.5, 0\.75 or 0"):
+    with pytest.raises(ToMeConfigError, match=r"controlnet=0.6 .*method='todo' .*0\.5, 0\.75 or 0"):
         controlnet_config(ToMeConfig(method="todo"), 0.6)
     for wrong in ("half", None):
-        with pytest.raises(
-            ToMeConfigError, match=f"controlnet={wrong!r} is not allowed: it must be True, False or a ra"
-        ):
+        with pytest.raises(ToMeConfigError, match=f"controlnet={wrong!r} .*True, False"):
             controlnet_config(config, wrong)
 
 
@@ -442,11 +436,11 @@ def test_a_config_in_a_users_pydantic_model(settings):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ratio": 50}, "Did you mean 0.5, which is 50 %"),
+        ({"ratio": 50}, "mean 0.5,"),
         ({"ratio": "half"}, "ratio"),
         ({"method": "kv"}, 'use method="interlace"'),
         ({"ration": 0.5}, "ration"),
-        ({"method": "todo", "ratio": 0.6}, "ratio=0.6 is not allowed: method='todo' allows"),
+        ({"method": "todo", "ratio": 0.6}, "ratio=0.6"),
     ],
     ids=str,
 )
@@ -554,7 +548,7 @@ def test_settings_of_2x_are_those_that_they_are_now(tmp_path, given, settings, e
 def test_settings_of_2x_that_would_merge_otherwise_are_refused_with_what_to_use(tmp_path, given, settings, instead):
     path = tmp_path / "tome_config.json"
     write_settings(path, 1, {**given, **settings})
-    with pytest.raises(ToMeConfigError, match=r"tome_config\.json: it (merges|has) ") as caught:
+    with pytest.raises(ToMeConfigError, match=r"tome_config\.json") as caught:
         ToMeConfig.load(path)
     assert instead in str(caught.value)
 
@@ -562,15 +556,15 @@ def test_settings_of_2x_that_would_merge_otherwise_are_refused_with_what_to_use(
 @pytest.mark.parametrize(
     ("version", "settings", "message"),
     [
-        (2, {"match": "grid"}, 'match is not a setting since release 3.0: .*method="todo"'),
-        (2, {"window": None}, "window is not a setting since release 3.0"),
-        (2, {"proportional": False}, "proportional is not a setting since release 3.0"),
-        (2, {"method": "kv"}, "method='kv' is not allowed since release 3.0: use method=\"interlace\""),
-        (2, {"method": "default", "ratio": 0.5}, "method='default' is not allowed since release 3.0"),
-        (2, {"seed": None, "method": "tomesd"}, "seed=None is not allowed"),
+        (2, {"match": "grid"}, 'match .*method="todo"'),
+        (2, {"window": None}, "window .*3.0"),
+        (2, {"proportional": False}, "proportional .*3.0"),
+        (2, {"method": "kv"}, "method='kv' .*method=\"interlace\""),
+        (2, {"method": "default", "ratio": 0.5}, "method='default' .*3.0"),
+        (2, {"seed": None, "method": "tomesd"}, "seed=None"),
         (2, {"ratio": "0.5"}, "ratio='0.5'"),
-        (2, {"sx": 4}, "sx=4 is not allowed with method='interlace'"),
-        (1, {**OF_TOMESD, "ration": 1}, "'ration' is not a setting"),
+        (2, {"sx": 4}, "sx=4 .*method='interlace'"),
+        (1, {**OF_TOMESD, "ration": 1}, "'ration'"),
         (1, {**OF_TOMESD, "ratio": 0.9}, "ratio=0.9"),
         (1, {**OF_TOMESD, "ratio": "0.5"}, "ratio='0.5'"),
     ],
@@ -578,7 +572,7 @@ def test_settings_of_2x_that_would_merge_otherwise_are_refused_with_what_to_use(
 def test_settings_of_a_file_that_are_not_allowed_are_an_error_that_names_it(tmp_path, version, settings, message):
     path = tmp_path / "tome_config.json"
     write_settings(path, version, settings)
-    with pytest.raises(ToMeConfigError, match=rf"tome_config\.json: {message}"):
+    with pytest.raises(ToMeConfigError, match=rf"tome_config\.json.*{message}"):
         ToMeConfig.load(path)
 
 
@@ -602,7 +596,7 @@ def test_damaged_settings_files_are_an_error_that_names_them(tmp_path, content, 
     path.write_bytes(content)
     with pytest.raises(ToMeConfigError, match=rf"tome_config\.json.*{message}"):
         ToMeConfig.load(path)
-    with pytest.raises(ToMeConfigError, match=r"missing\.json cannot be read"):
+    with pytest.raises(ToMeConfigError, match=r"missing\.json"):
         ToMeConfig.load(tmp_path / "missing.json")
 
 

@@ -165,7 +165,7 @@ def test_summary_of_a_video_needs_its_frames():
     assert {(block.kept, block.kept_keys) for block in many.blocks} == {(48, 24)}  # in each frame
     blocks = tome_summary(apply_tome(model, method="todo"), 12, 16, frames=20).blocks
     assert {(block.kept, block.kept_keys) for block in blocks} == {(48, 12)}
-    with pytest.raises(ToMeConfigError, match="frames=0 is not allowed"):
+    with pytest.raises(ToMeConfigError, match="frames=0"):
         tome_summary(model, 12, 16, frames=0)
 
 
@@ -173,7 +173,7 @@ def test_a_model_whose_blocks_are_unknown_is_not_counted():
     model = OF_FLUX.double()
     model.transformer_blocks, model.single_transformer_blocks = nn.LayerList(), nn.LayerList([nn.Linear(2, 2)])
     assert tome_summary(model, 16, 16).macs is None
-    with pytest.raises(NoMergeableLayerError, match="nothing merges in FluxTransformer2DModel: it has no"):
+    with pytest.raises(NoMergeableLayerError, match="FluxTransformer2DModel"):
         apply_tome(model)
 
 

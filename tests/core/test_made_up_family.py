@@ -117,7 +117,7 @@ def test_an_entry_is_enough(layout, method, monkeypatch):
 def test_fused_projections_are_refused_when_merging_is_applied(monkeypatch):
     model = make(monkeypatch, is_fused=True)
     plain, before = run(model), traces(model)
-    with pytest.raises(ToMeConfigError, match=r"OwnAttention in in_blocks\.0 has no to_k and no to_v"):
+    with pytest.raises(ToMeConfigError, match=r"OwnAttention .*in_blocks\.0 .*to_k.*to_v"):
         apply_tome(model)
     np.testing.assert_array_equal(run(remove_tome(model)), plain)
     assert traces(model) == before
@@ -126,10 +126,10 @@ def test_fused_projections_are_refused_when_merging_is_applied(monkeypatch):
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        ({"block": {"text": Text.SHARED_PROJECTIONS, "gets_text": None}}, "only known for attention with rotary"),
-        ({"has_frames": True}, "one input with text must be FIRST or LAST, and of images"),
-        ({"block": {"gets_text": Text.OWN_PROJECTIONS}}, "one input with text must be FIRST or LAST"),
-        ({"grid_layers": ("patch_embed",)}, r"UViT has none of the layers .*: patch_embed\. Name one in grid_layers"),
+        ({"block": {"text": Text.SHARED_PROJECTIONS, "gets_text": None}}, "rotary"),
+        ({"has_frames": True}, "FIRST or LAST, and of images"),
+        ({"block": {"gets_text": Text.OWN_PROJECTIONS}}, "FIRST or LAST"),
+        ({"grid_layers": ("patch_embed",)}, r"UViT .*patch_embed.*grid_layers"),
     ],
     ids=str,
 )

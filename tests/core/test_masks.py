@@ -38,7 +38,7 @@ def test_mask_over_merged_tokens_is_rejected(unet, settings):
     assert np.abs(plain - masked).max() > 1e-4
     unet.apply_tome(**settings)
     assert np.abs(attend() - plain).max() > 1e-4
-    with pytest.raises(ToMePassError, match=r"attention_mask has shape \[2, 1, 256\].* computes with fewer"):
+    with pytest.raises(ToMePassError, match=r"attention_mask .*\[2, 1, 256\].*fewer"):
         attend(attention_mask=mask)
     unet.apply_tome(ratio=0)
     assert np.array_equal(attend(attention_mask=mask), masked)

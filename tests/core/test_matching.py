@@ -1,3 +1,5 @@
+"""Which tokens merge, and into which: the NumPy loops of `reference` choose the same, also with ties and NaN."""
+
 import inspect
 import random
 
@@ -163,8 +165,8 @@ def test_matching_is_not_differentiated_and_does_not_modify_its_input():
 @pytest.mark.parametrize(
     ("shape", "dtype", "grid", "kept", "message"),
     [
-        ((2, 24, 5), "float32", (5, 5), 20, r"grid=5×5 has 25 tokens but metric has shape \[2, 24, 5\]"),
-        ((24, 5), "float32", (4, 6), 20, r"shape \[24, 5\]"),
+        ((2, 24, 5), "float32", (5, 5), 20, r"grid=5×5 .*25 .*\[2, 24, 5\]"),
+        ((24, 5), "float32", (4, 6), 20, r"\[24, 5\]"),
         ((2, 24, 5), "int64", (4, 6), 20, "int64"),
         ((2, 24, 5), "float32", (4, 6), 25, r"kept=25 .* from 6 to 24"),
         ((2, 24, 5), "float32", (4, 6), 5, r"kept=5 .* from 6 to 24"),

@@ -1,3 +1,5 @@
+"""A plan merges by means and unmerges by copies: explicit matrices give the values and the gradients."""
+
 import numpy as np
 import paddle
 import pytest
@@ -107,9 +109,9 @@ def test_inputs_are_not_modified():
 
 def test_wrong_token_count_is_rejected():
     x, plan = make()
-    with pytest.raises(ToMePassError, match=r"merge expects tokens of shape \[B, 48, C\] but got \[2, 47, 5\]"):
+    with pytest.raises(ToMePassError, match=r"\[B, 48, C\] .*\[2, 47, 5\]"):
         merge(x[:, 1:], plan)
-    with pytest.raises(ToMePassError, match=r"unmerge expects tokens of shape \[B, 28, C\] but got \[2, 48, 5\]"):
+    with pytest.raises(ToMePassError, match=r"\[B, 28, C\] .*\[2, 48, 5\]"):
         unmerge(x, plan)
-    with pytest.raises(ToMePassError, match=r"got \[2, 48\]"):
+    with pytest.raises(ToMePassError, match=r"\[2, 48\]"):
         merge(x[:, :, 0], plan)

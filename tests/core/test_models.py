@@ -1,3 +1,5 @@
+"""What is found in a model: its denoisers, their blocks with levels, and the grid of a feature map."""
+
 import paddle
 import pytest
 from conftest import THREE_LEVELS, make_unet

@@ -75,7 +75,7 @@ def test_pipeline(name, method, tmp_path):
     keys = {"interlace": 24, "todo": 12}[method]  # interlace keeps tokens outside of its cells of 4×4
     assert {(block.kept, block.kept_keys) for block in summary.blocks} == {(48, keys)}
     assert 0 < summary.saved_share < 1
-    with pytest.raises(ToMeExportError, match=f"{type(pipe).__name__} cannot be exported: only StableDiffusion"):
+    with pytest.raises(ToMeExportError, match=f"{type(pipe).__name__} .*StableDiffusion"):
         export_pipeline(pipe, tmp_path / "exported")
     pipe.remove_tome()
     np.testing.assert_array_equal(generate(), plain)
@@ -94,5 +94,5 @@ def test_a_model_that_would_end_the_process_is_skipped(tmp_path, monkeypatch):
     assert runnable(fused) is fused
     cpuinfo.write_text("processor\t: 0\nflags\t\t: sse4_2 avx2\n")
     assert runnable(other) is other
-    with pytest.raises(pytest.skip.Exception, match="LayerList has norms by Paddle's fused_rms_norm, which needs AVX"):
+    with pytest.raises(pytest.skip.Exception, match=r"LayerList .*AVX"):
         runnable(fused)

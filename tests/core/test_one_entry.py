@@ -88,7 +88,7 @@ def tower():
     paddle.seed(0)
     model = Tower()
     model.eval()
-    with pytest.raises(NoMergeableLayerError, match="nothing merges in Tower: it has no transformer blocks"):
+    with pytest.raises(NoMergeableLayerError, match=r"Tower.*no transformer blocks"):
         apply_tome(model)
     table.FAMILIES.append(ENTRY)
     yield model
@@ -114,7 +114,7 @@ def test_plain_applied_removed(tower, method):
 @pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].merges_queries])
 def test_methods_that_merge_queries_are_refused(tower, method):
     before = traces(tower)
-    with pytest.raises(ToMeConfigError, match=f"method='{method}' is not allowed in Tower: it merges in .* of UNets"):
+    with pytest.raises(ToMeConfigError, match=f"method='{method}' .*Tower.*UNets"):
         apply_tome(tower, method=method)
     assert traces(tower) == before
 
@@ -139,5 +139,5 @@ def test_keys_and_values_are_those_of_the_tokens_that_remain(tower):
 
 
 def test_messages_list_the_entries(tower):
-    with pytest.raises(NoMergeableLayerError, match=r"as these models have: .*FLUX.*, Tower\."):
+    with pytest.raises(NoMergeableLayerError, match=r"FLUX.*, Tower\."):
         apply_tome(nn.Linear(2, 2))

@@ -1,7 +1,6 @@
 """Attaching and detaching: plain, applied (must differ), removed (bit-equal, and nothing left behind)."""
 
 import copy
-import gc
 import pickle
 import subprocess
 import sys
@@ -28,7 +27,6 @@ from zoo.transformers import sd3, sd3_controlnet
 import ppdiffusers_tome
 from ppdiffusers_tome import Grid, NoMergeableLayerError, ToMeConfig, ToMeConfigError, ToMePassError, match_tokens
 from ppdiffusers_tome.attach import attach, forward
-from ppdiffusers_tome.attach.passes import PassWrap
 from ppdiffusers_tome.families.models import find_blocks
 from ppdiffusers_tome.methods import METHODS
 from ppdiffusers_tome.methods.turns import turn_table
@@ -219,11 +217,7 @@ def test_error_during_installation_restores_the_model(unet, monkeypatch):
 
 def test_error_without_blocks_at_the_level_has_a_remedy():
     unet = make_unet(**THREE_LEVELS)
-    with pytest.raises(
-        NoMergeableLayerError,
-        match=r"max_downsample=1: no block is at level 1 or less, its blocks are at level 2 \(3\), level 4 \(4\)\. "
-        r"To merge there, leave max_downsample out or pass 2\.",
-    ):
+    with pytest.raises(NoMergeableLayerError, match=r"max_downsample=1.*level 2 \(3\), level 4 \(4\).*pass 2\."):
         unet.apply_tome(max_downsample=1)
     assert not any(map(forward.wrap_of, unet.sublayers(include_self=True)))
     plain = run(unet)
@@ -231,17 +225,14 @@ def test_error_without_blocks_at_the_level_has_a_remedy():
 
 
 def test_error_for_a_model_without_mergeable_blocks(pipe):
-    with pytest.raises(
-        NoMergeableLayerError,
-        match=r"nothing merges in AutoencoderKL: it has no transformer blocks .*, FLUX, .*, HunyuanVideo",
-    ):
+    with pytest.raises(NoMergeableLayerError, match=r"AutoencoderKL.*, FLUX, .*, HunyuanVideo"):
         pipe.vae.apply_tome()
-    with pytest.raises(ValueError, match="nothing merges in Linear"):
+    with pytest.raises(ValueError, match="Linear"):
         paddle.nn.Linear(2, 2).apply_tome()
 
 
 def test_other_objects_are_rejected():
-    with pytest.raises(ToMeConfigError, match=r"not to 'int': pass pipe or pipe\.unet"):
+    with pytest.raises(ToMeConfigError, match=r"'int'.* pipe\.unet"):
         ppdiffusers_tome.apply_tome(3)
     with pytest.raises(ToMeConfigError, match="'NoneType'"):
         ppdiffusers_tome.remove_tome(None)
@@ -258,10 +249,13 @@ def test_only_one_plan_is_alive_in_a_pass(unet, live_plans):
     assert alive == [1] * 7 and not live_plans
 
 
-def test_threads_on_one_model_each_get_their_own_plan(unet, device_is_restored):
+def test_threads_on_one_model_each_have_the_plan_and_the_timestep_of_their_pass(unet, device_is_restored):
     unet.apply_tome(ratio=0.5)
     sizes = [(2, 16, 16), (1, 12, 20), (3, 8, 32), (2, 17, 15)]  # two of them with 256 tokens, one with 255
-    passes = [partial(run, unet, batch=b, h=h, w=w, seed=i) for i, (b, h, w) in enumerate(sizes)]
+    timesteps = [999, 1, 480, 999]
+    passes = [
+        partial(run, unet, batch=b, h=h, w=w, seed=i, timestep=timesteps[i]) for i, (b, h, w) in enumerate(sizes)
+    ]
     expected = [make_pass() for make_pass in passes]
     for results, output in zip(in_threads(passes), expected, strict=True):
         assert len(results) == 4
@@ -307,7 +301,7 @@ def test_layer_that_gets_more_tokens_than_its_block_is_rejected(unet):
         layer.forward = lambda tokens, below=below, **named: below(
             paddle.concat([tokens, tokens[:, :7]], axis=1), **named
         )
-        with pytest.raises(ToMePassError, match=r"merge expects tokens of shape \[B, 256, C\] but got"):
+        with pytest.raises(ToMePassError, match=r"\[B, 256, C\].*\[2, 263, "):
             run(unet)
         layer.forward = below
 
@@ -315,10 +309,10 @@ def test_layer_that_gets_more_tokens_than_its_block_is_rejected(unet):
 def test_block_called_without_a_feature_map_is_rejected(unet):
     block = find_blocks(unet)[0].block
     unet.apply_tome()
-    with pytest.raises(ToMePassError, match="no feature map was seen"):
+    with pytest.raises(ToMePassError, match="no feature map"):
         block(paddle.randn([2, 256, 32]), encoder_hidden_states=paddle.randn([2, 7, 24]))
     run(unet)
-    with pytest.raises(ToMePassError, match="255 tokens but the feature map was 16×16"):
+    with pytest.raises(ToMePassError, match=r"255 tokens .*16×16"):
         block(paddle.randn([2, 255, 32]), encoder_hidden_states=paddle.randn([2, 7, 24]))
 
 
@@ -418,7 +412,7 @@ def test_a_block_whose_wrap_is_left_out_is_an_error(unet, settings):
     """Another library replaces its `forward` after apply_tome(), or puts back what it has replaced before."""
     block, plain = find_blocks(unet)[0].block, run(unet)
     merged = run(unet.apply_tome(**settings))
-    message = r"layers of a BasicTransformerBlock run without its merging.*call apply_tome\(\) again"
+    message = r"BasicTransformerBlock .*apply_tome\(\)"
     for is_cached_first in (True, False):
         unet.remove_tome()
         if not is_cached_first:
@@ -577,15 +571,6 @@ def test_gradient_checkpointing_with_passes_in_between(unet, flag, monkeypatch):
     actual = gradients(unet, *changes)
     for name, gradient in expected.items():
         np.testing.assert_allclose(actual[name], gradient, atol=1e-6, err_msg=name)
-
-
-def test_inputs_of_passes_are_not_kept(unet):
-    run(unet.apply_tome())
-    unet.train()
-    gradients(unet)
-    gc.collect()
-    wraps = [wrap for wrap in map(forward.wrap_of, unet.sublayers()) if isinstance(wrap, PassWrap)]
-    assert wraps and not any(len(wrap.records) for wrap in wraps)
 
 
 # The built-in merging of ppdiffusers

@@ -213,7 +213,7 @@ def test_every_block_of_the_table_has_a_double():
 
 @pytest.mark.parametrize("family", CONTROLNETS, ids=named)
 def test_controlnets_alone_are_not_left_plain(model):
-    with pytest.raises(NoMergeableLayerError, match=r"only has ControlNets\. Pass controlnet=True"):
+    with pytest.raises(NoMergeableLayerError, match=r"ControlNets.*controlnet=True"):
         apply_tome(model, controlnet=False)
 
 
@@ -349,7 +349,7 @@ def test_program_of_flux_equals_eager_and_fails_on_another_grid(family, model):
     tensors = list(inputs.values())
     program = program_of(SampleOfFlux(model), tensors)
     with paddle.no_grad():
-        with pytest.raises(ToMePassError, match="run the model once at the size that it is for"):
+        with pytest.raises(ToMePassError, match="run the model once"):
             program(*tensors)
         eager = run(model, inputs)
         program = program_of(SampleOfFlux(model), tensors)
@@ -370,7 +370,7 @@ def test_attention_that_is_cached(family):
     other = {**inputs, "hidden_states": noise(*inputs["hidden_states"].shape, seed=8)}
     plain = run(model, inputs)
     model.enable_cache(config)
-    with pytest.raises(ToMePassError, match=r"before apply_tome\(\), as enable_cache\(\) does"):
+    with pytest.raises(ToMePassError, match=r"before apply_tome\(\)"):
         run(model.apply_tome(), inputs)
     model.remove_tome().disable_cache()
     merged, merged_other = (run(model.apply_tome(), x) for x in (inputs, other))
@@ -397,13 +397,11 @@ def test_what_cannot_merge_is_an_error(family, model):
     run(apply_tome(model), inputs)
     tokens = family.frames * H * W + 1
     block = (model.blocks if family is OF_WAN else model.transformer_blocks)[0]
-    with pytest.raises(ToMePassError, match=f"a block got {tokens} tokens but the feature map was 6×8"):
+    with pytest.raises(ToMePassError, match=f"{tokens} tokens .*6×8"):
         block(paddle.randn([1, tokens, CHANNELS]))
     attention = find_blocks(model)[-1].sublayers["attn"][0]
     processor, attention.processor = attention.processor, OtherProcessor()
-    with pytest.raises(
-        ToMePassError, match=r"by OtherProcessor cannot merge, only.*another.*or remove_tome\(\) first"
-    ):
+    with pytest.raises(ToMePassError, match=r"OtherProcessor .*remove_tome\(\)"):
         run(model, inputs)
     attention.processor = processor
     run(model, inputs)
@@ -412,7 +410,7 @@ def test_what_cannot_merge_is_an_error(family, model):
 @pytest.mark.parametrize("family", [OF_FLUX], ids=named)
 def test_positions_that_are_no_grid_are_an_error(family, model):
     inputs = family.inputs()
-    with pytest.raises(ToMePassError, match=r"not text and then one grid of 6×8.*remove_tome\(\)"):
+    with pytest.raises(ToMePassError, match=r"6×8.*remove_tome\(\)"):
         run(apply_tome(model), {**inputs, "img_ids": inputs["img_ids"].flip(0)})
 
 
@@ -423,7 +421,7 @@ def test_an_argument_that_would_be_ignored_is_an_error(argument):
     layer, value = model.blocks[0].attn1, paddle.ones([1, 1, 1, FRAMES * H * W])
     forward = layer.forward
     layer.forward = lambda *args, **kwargs: forward(*args, **kwargs, **{argument: value})
-    with pytest.raises(ToMePassError, match=f"attention with the argument {argument} cannot merge"):
+    with pytest.raises(ToMePassError, match=f"the argument {argument} "):
         run(model, OF_WAN.inputs())
 
 
@@ -438,10 +436,10 @@ def test_positional_arguments_are_those_of_the_layer():
     for extra[:] in ([], [None]):
         np.testing.assert_array_equal(run(model, OF_FLUX.inputs()), expected)
     extra[:] = [None, 2.0]
-    with pytest.raises(TypeError, match=r"takes .* positional arguments but .* were given"):
+    with pytest.raises(TypeError, match="positional arguments"):
         run(model, OF_FLUX.inputs())
     extra[:] = [paddle.ones([1, 1, 1, H * W + TEXT])]
-    with pytest.raises(ToMePassError, match="attention with the argument attention_mask cannot merge"):
+    with pytest.raises(ToMePassError, match="the argument attention_mask "):
         run(model, OF_FLUX.inputs())
 
 
@@ -454,7 +452,7 @@ def test_what_replaces_the_forward_of_an_attention_is_left_out_nowhere():
 
     plain = run(model, inputs)
     replace(model.single_transformer_blocks[0].attn)
-    with pytest.raises(ToMePassError, match=r"before apply_tome\(\), as enable_cache\(\) does"):
+    with pytest.raises(ToMePassError, match=r"before apply_tome\(\)"):
         run(apply_tome(model), inputs)
     del remove_tome(model).single_transformer_blocks[0].attn.forward
     expected = run(apply_tome(model), inputs)

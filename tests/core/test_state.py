@@ -1,6 +1,5 @@
 """A pass has one snapshot of what merges: whatever is applied meanwhile, and when gradients are computed later."""
 
-import copy
 import gc
 import threading
 from functools import cache, partial
@@ -13,9 +12,7 @@ from ppdiffusers.models import transformer_2d, unet_2d_blocks
 from zoo.noise import noise
 from zoo.transformers import dit
 
-from ppdiffusers_tome import ToMePassError
 from ppdiffusers_tome.attach.attach import attached_placements
-from ppdiffusers_tome.methods import METHODS
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -184,26 +181,6 @@ def test_inputs_of_passes_are_not_kept(unet):
     gc.collect()
     records = [layer._tome.records for layer in unet.sublayers() if hasattr(getattr(layer, "_tome", None), "records")]
     assert records and not any(map(len, records))
-
-
-# Copies, and blocks by themselves
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_copy_has_settings_of_its_own(unet, method):
-    expected = run(unet.apply_tome(method=method))
-    copied = copy.deepcopy(unet)
-    plain = run(unet.remove_tome())
-    np.testing.assert_array_equal(run(copied), expected)
-    copied.remove_tome()
-    np.testing.assert_array_equal(run(copied), plain)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_block_without_its_model_says_what_to_do(unet, method):
-    (block, _), *_ = attached_placements(unet.apply_tome(method=method))
-    with pytest.raises(ToMePassError, match="a block got 256 tokens but no feature map was seen: call it through"):
-        block.block(noise(1, 256, block.block.norm1.weight.shape[0]), encoder_hidden_states=noise(1, 7, 24))
 
 
 def test_applying_again_makes_no_new_wraps(unet):

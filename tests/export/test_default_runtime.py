@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import paddle
 import pytest
-from conftest import tiny_pipeline
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands.image_options import add_runtime_options, runtime_settings
-from ppdiffusers_tome.export.arguments import EXPORT_FORMATS, default_format
+from ppdiffusers_tome.export import export as export_module
+from ppdiffusers_tome.export.layouts import EXPORT_FORMATS, default_format
 from ppdiffusers_tome.inference import (
     OnnxRuntime,
     PaddleRuntime,
@@ -19,7 +19,7 @@ from ppdiffusers_tome.inference import (
     load_pipeline,
     read_manifest,
 )
-from ppdiffusers_tome.run.pipeline import default_runtime
+from ppdiffusers_tome.run.formats import default_runtime
 from ppdiffusers_tome.serving.engine import load_engine
 
 BOTH = ("paddle", "onnx")
@@ -103,10 +103,12 @@ def test_format_by_the_build_of_paddle(is_gpu_build, name, monkeypatch):
     assert default_format() == name
 
 
-def test_export_writes_the_default_format(tiny, tmp_path):
-    formats = EXPORT_FORMATS[default_format()]
-    manifest = export_pipeline(tiny, tmp_path / "python", 0, [(32, 32)], progress=False)
-    tiny_pipeline().save_pretrained(str(tmp_path / "model"))
+def test_export_writes_the_default_format(tiny, tmp_path, monkeypatch):
+    requested = []
+    monkeypatch.setattr(export_module, "write_export", lambda pipe, request: requested.append(request) or exit())
+    tiny.save_pretrained(str(tmp_path / "model"))
     command = ["export", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "command"), "--ratio", "0"]
-    assert main(command) == 0
-    assert manifest.formats == read_manifest(tmp_path / "command").formats == formats
+    for start in (lambda: export_pipeline(tiny, tmp_path / "python", 0, [(32, 32)]), lambda: main(command)):
+        with pytest.raises(SystemExit):
+            start()
+    assert [request.layout.formats for request in requested] == 2 * [EXPORT_FORMATS[default_format()]]

@@ -12,15 +12,14 @@ import onnx
 import onnxruntime
 import paddle
 import pytest
-from conftest import tiny_pipeline
-from exporting import ONNX_SETTINGS, export_linked
+from conftest import refiner_pipeline, tiny_pipeline
+from exporting import ONNX_SETTINGS, export_linked, linking, programs_of
 from onnx import TensorProto
 from ppdiffusers import (
     PreconfigLMSDiscreteScheduler,
     StableDiffusionControlNetPipeline,
     StableDiffusionImg2ImgPipeline,
     StableDiffusionInpaintPipeline,
-    StableDiffusionXLImg2ImgPipeline,
     StableDiffusionXLPipeline,
 )
 from zoo.parts import (
@@ -29,7 +28,6 @@ from zoo.parts import (
     SDXL,
     controlnet,
     sdxl,
-    sdxl_refiner,
     stable_diffusion,
     text_encoder_with_projection,
     unet,
@@ -37,12 +35,11 @@ from zoo.parts import (
 
 from ppdiffusers_tome import ToMeConfigError, ToMeExportError
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.commands import export as export_command
-from ppdiffusers_tome.export import diffusers_layout
+from ppdiffusers_tome.export import diffusers_layout, loading
 from ppdiffusers_tome.export import export as export_module
-from ppdiffusers_tome.export.diffusers_layout import MARK, DiffusersLayout
+from ppdiffusers_tome.export.layouts import MARK, MODEL_FORMATS, DiffusersLayout
 from ppdiffusers_tome.export.tracing import relative_difference
-from ppdiffusers_tome.inference import export_pipeline, read_manifest
+from ppdiffusers_tome.inference import Size, export_pipeline
 from ppdiffusers_tome.run.onnx_weights import external_places
 from ppdiffusers_tome.run.runtime import FUSED_TOLERANCE, load_module
 
@@ -50,24 +47,24 @@ SIZE = (32, 40)  # of `onnx_folder`; 16×20 latent pixels
 MODELS = ("unet", "text_encoder", "vae_decoder", "vae_encoder")
 
 
-def write(folder, onnx_folder, layout, **options):
+def write(folder, onnx_folder, **options):
     """A folder from the programs of `onnx_folder`, without a trace."""
-    linked = [(onnx_folder, file) for file in read_manifest(onnx_folder).programs]
+    linked = programs_of(onnx_folder)
     settings = {"image_to_image": True, "format": "onnx", "linked": linked, **ONNX_SETTINGS, **options}
-    export_linked(tiny_pipeline(), folder, 0.5, [SIZE], layout=layout, **settings)
+    export_linked(tiny_pipeline(), folder, 0.5, [SIZE], layout="diffusers", **settings)
     return folder
 
 
 @pytest.fixture(scope="module")
 def plain_form(onnx_folder, tmp_path_factory):
     """Models with attention step by step, for OpenVINO and ONNX Runtime."""
-    return write(tmp_path_factory.mktemp("layout") / "plain", onnx_folder, DiffusersLayout())
+    return write(tmp_path_factory.mktemp("layout") / "plain", onnx_folder)
 
 
 @pytest.fixture(scope="module")
 def fused_form(onnx_folder, tmp_path_factory):
     """Models with fused attention, for ONNX Runtime alone."""
-    return write(tmp_path_factory.mktemp("layout") / "fused", onnx_folder, DiffusersLayout("onnx", "onnxruntime"))
+    return write(tmp_path_factory.mktemp("layout") / "fused", onnx_folder, runtime="onnxruntime")
 
 
 def read(folder, *names):
@@ -188,7 +185,7 @@ def test_openvino_reads_the_names_of_inputs_and_outputs(plain_form):
 
 def test_openvino_files_compute_the_same(onnx_folder, plain_form, tmp_path):
     openvino = load_module("openvino")
-    folder = write(tmp_path / "out", onnx_folder, DiffusersLayout("openvino"))
+    folder = write(tmp_path / "out", onnx_folder, format="openvino")
     for name in MODELS:
         files = {path.name for path in (folder / name).iterdir()}
         assert files == {"config.json", "openvino_model.xml", "openvino_model.bin"}
@@ -236,10 +233,12 @@ def test_sdxl_returns_the_states_of_all_layers(tmp_path):
             assert relative_difference(outputs[key], expected.numpy()) < 1e-4, key
 
 
-def test_the_refiner_of_sdxl(tmp_path):
-    """Its classes are those of stable-diffusion-xl-refiner-1.0. OpenVINO GenAI needs the first text encoder."""
-    pipe, folder = StableDiffusionXLImg2ImgPipeline(**sdxl_refiner()), tmp_path / "out"
-    export_pipeline(pipe, folder, 0.5, [(32, 32)], layout="diffusers", progress=False)
+def test_the_refiner_of_sdxl(refiner_folder, tmp_path):
+    """OpenVINO GenAI needs the first text encoder."""
+    pipe, folder = refiner_pipeline(), tmp_path / "out"
+    # Of the text encoder with the states of all layers only the number of outputs is another.
+    linked = [(root, file) for root, file in programs_of(refiner_folder) if file.model != "text_encoder_2"]
+    export_linked(pipe, folder, 0.5, [(32, 32)], layout="diffusers", format="onnx", linked=linked)
     index = read(folder, "model_index.json")
     assert index["text_encoder"] == index["tokenizer"] == [None, None]
     assert index["text_encoder_2"] == ["transformers", "CLIPTextModelWithProjection"]
@@ -282,13 +281,12 @@ def test_configs_have_nothing_of_ppdiffusers_own(plain_form):
         assert not re.search("paddle|ppdiffusers(?!_tome)|/tmp/|examples/", text), path
 
 
-@pytest.mark.parametrize(("size", "sample_size"), [((32, 32), 16), (SIZE, [16, 20])])
-def test_plain_text_to_image(onnx_folder, tmp_path, tiny, size, sample_size):
+def test_plain_text_to_image(onnx_folder, tmp_path, tiny):
     """Without the VAE's encoder, a size that is not square is two numbers."""
-    linked = [(onnx_folder, file) for file in read_manifest(onnx_folder).programs if file.model != "vae_encoder"]
-    layout, settings = DiffusersLayout(), {"format": "onnx", "linked": linked}
-    export_linked(tiny, tmp_path / "out", 0, [size], layout=layout, **settings)
-    assert read(tmp_path / "out", "unet", "config.json")["sample_size"] == sample_size
+    linked = [(root, file) for root, file in programs_of(onnx_folder) if file.model != "vae_encoder"]
+    export_linked(tiny, tmp_path / "out", 0, [SIZE], layout="diffusers", format="onnx", linked=linked)
+    assert read(tmp_path / "out", "unet", "config.json")["sample_size"] == [16, 20]
+    assert diffusers_layout._config("unet", tiny, Size(32, 32), has_encoder=False)["sample_size"] == 16
     assert not (tmp_path / "out" / "vae_encoder").exists()
     readme = (tmp_path / "out" / "README.md").read_text()
     assert "Nothing merges in the UNet" in readme
@@ -305,8 +303,8 @@ def test_the_readme_says_what_it_is_and_how_to_load_it(form, request):
 
 
 def test_the_readme_passes_what_the_class_takes(onnx_folder, tmp_path):
-    linked = [(onnx_folder, file) for file in read_manifest(onnx_folder).programs]
-    settings = {"format": "onnx", "linked": linked, "layout": DiffusersLayout(), **ONNX_SETTINGS}
+    linked = programs_of(onnx_folder)
+    settings = {"format": "onnx", "linked": linked, "layout": "diffusers", **ONNX_SETTINGS}
     for cls, call in (
         (StableDiffusionImg2ImgPipeline, 'pipe("a prompt", image=image).images[0]'),
         (
@@ -320,7 +318,7 @@ def test_the_readme_passes_what_the_class_takes(onnx_folder, tmp_path):
         assert f'ORT{cls.__name__}.from_pretrained("FOLDER")' in readme and call in readme
 
 
-@pytest.mark.parametrize("format", diffusers_layout.FORMATS)
+@pytest.mark.parametrize("format", MODEL_FORMATS)
 def test_the_readme_has_the_models_own_prompt_steps_and_guidance(format):
     """Those of the library would give broken images of a model that knows few words."""
     pipe, about = tiny_pipeline(), {"size": "256x256", "ratio": 0.5, "method": "tomesd", "version": "3"}
@@ -390,23 +388,23 @@ def test_pipelines_that_the_loaders_do_not_know_are_errors(tmp_path, changes, wo
 
 
 def test_an_existing_folder_is_only_replaced_by_request(onnx_folder, plain_form, tmp_path):
-    folder = write(tmp_path / "out", onnx_folder, DiffusersLayout())
+    folder = write(tmp_path / "out", onnx_folder)
     before = sorted(folder.rglob("*"))
     with pytest.raises(ToMeExportError, match=r"exists and is not empty: pass overwrite=True \(--overwrite\)"):
-        write(folder, onnx_folder, DiffusersLayout())
+        write(folder, onnx_folder)
     assert sorted(folder.rglob("*")) == before
-    write(folder, onnx_folder, DiffusersLayout("onnx", "onnxruntime"), overwrite=True)
+    write(folder, onnx_folder, runtime="onnxruntime", overwrite=True)
     assert "MultiHeadAttention" in [node.op_type for node in model(folder, "unet").graph.node]
     other = tmp_path / "other"
     other.mkdir()
     (other / "model_index.json").write_text("{}")
     with pytest.raises(ToMeExportError, match="pass another folder"):
-        write(other, onnx_folder, DiffusersLayout(), overwrite=True)
+        write(other, onnx_folder, overwrite=True)
     assert (other / "model_index.json").read_text() == "{}"
 
 
 def test_the_command_checks_options_before_it_loads_the_model(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(export_command, "load_for_export", lambda *_, **__: pytest.fail("it loads the model"))
+    monkeypatch.setattr(loading, "load_eager_pipeline", lambda *_, **__: pytest.fail("it loads the model"))
     command = ["export", "--model", "x/y", "--output", str(tmp_path / "out"), "--layout", "diffusers"]
     for options, words in (
         (["--ratio", "0.5", "0"], "--ratio 0.5 0 is not allowed: the layout 'diffusers' has one UNet"),
@@ -421,12 +419,13 @@ def test_the_command_checks_options_before_it_loads_the_model(tmp_path, monkeypa
     assert not any(tmp_path.iterdir())
 
 
-def test_the_command_writes_the_folder(tmp_path, capsys, monkeypatch):
+def test_the_command_writes_the_folder(onnx_folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(export_module, "sha256", lambda _: pytest.fail("what is deleted at the end is hashed"))
     tiny_pipeline().save_pretrained(str(tmp_path / "model"))
-    command = ["export", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--size", "32"]
-    assert main([*command, "--layout", "diffusers", "--for", "onnxruntime"]) == 0
-    assert read(tmp_path / "out", "model_index.json")[MARK]["size"] == "32x32"
+    command = ["export", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--size", "40x32"]
+    with linking(programs_of(onnx_folder), ("onnx",)):
+        assert main([*command, "--ratio", "0.5", "--layout", "diffusers", "--for", "onnxruntime"]) == 0
+    assert read(tmp_path / "out", "model_index.json")[MARK]["size"] == "40x32"
     assert "MultiHeadAttention" in [node.op_type for node in model(tmp_path / "out", "unet").graph.node]
     printed = capsys.readouterr().out
     megabytes = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file()) / 1e6

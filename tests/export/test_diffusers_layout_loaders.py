@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import paddle
 import pytest
-from exporting import export_linked
+from exporting import export_linked, programs_of
 from PIL import Image
 from ppdiffusers import (
     DiffusionPipeline,
@@ -23,7 +23,6 @@ from ppdiffusers import (
 from zoo.parts import SDXL, sdxl, unet
 
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.export.diffusers_layout import DiffusersLayout
 from ppdiffusers_tome.inference import load_pipeline, read_manifest
 
 PYTHON = os.environ.get("OPTIMUM_PYTHON")
@@ -39,10 +38,10 @@ PROMPT = "a photo of a fox on grass"
 LIMITS = {"optimum": 80, "optimum-intel": 80, "genai": 40}
 NEARER = 20  # decibels by which an image is nearer to ours at its own ratio than at another
 LAYOUTS = {
-    "plain": (0, DiffusersLayout()),
-    "merged": (0.5, DiffusersLayout()),
-    "fused": (0.5, DiffusersLayout("onnx", "onnxruntime")),
-    "openvino": (0.5, DiffusersLayout("openvino")),
+    "plain": (0, {"format": "onnx"}),
+    "merged": (0.5, {"format": "onnx"}),
+    "fused": (0.5, {"format": "onnx", "runtime": "onnxruntime"}),
+    "openvino": (0.5, {"format": "openvino"}),
 }
 READERS = [
     ("plain", "optimum"),
@@ -67,14 +66,14 @@ class Model:
     def folder(self, name):
         folder = self.root / name
         if not folder.exists():
-            ratio, layout = LAYOUTS[name]
-            programs = [(self.ours, file) for file in read_manifest(self.ours).programs]
+            ratio, options = LAYOUTS[name]
+            programs = programs_of(self.ours)
             if "XL" in self.class_name:  # its text encoders have more outputs here
                 programs = [(ours, file) for ours, file in programs if not file.model.startswith("text_encoder")]
             # "plain" has no encoder: then the size that is not square is in the UNet's config
-            settings = {"image_to_image": name != "plain", "format": "onnx", "linked": programs}
-            export_linked(self.pipe, folder, ratio, [self.size], layout=layout, **settings)
-            if layout.format == "openvino":
+            options = {"image_to_image": name != "plain", "linked": programs, **options}
+            export_linked(self.pipe, folder, ratio, [self.size], layout="diffusers", **options)
+            if options["format"] == "openvino":
                 for tokenizer in folder.glob("tokenizer*"):  # the command in the folder's README.md
                     run_there(Path(PYTHON).with_name("convert_tokenizer"), tokenizer, "--output", tokenizer)
         return folder

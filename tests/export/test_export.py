@@ -13,36 +13,33 @@ from pathlib import Path
 import numpy as np
 import paddle
 import pytest
-from conftest import tiny_pipeline, traces
-from exporting import MIN_THREADS, export_linked, unmerged_programs
+from conftest import refiner_pipeline, tiny_pipeline, traces
+from exporting import MIN_THREADS, export_linked, programs_of, unmerged_programs
 from ppdiffusers import (
     DiffusionPipeline,
     StableDiffusionControlNetPipeline,
     StableDiffusionPipeline,
-    StableDiffusionXLImg2ImgPipeline,
 )
 from ppdiffusers.pipelines.controlnet import MultiControlNetModel
-from zoo.parts import ONE_LEVEL, controlnet, sdxl_refiner, stable_diffusion, unet
+from zoo.parts import ONE_LEVEL, controlnet, stable_diffusion, unet
 
 from ppdiffusers_tome import NoMergeableLayerError, ToMeConfig, ToMeConfigError, ToMeExportError, replacement
 from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.commands import export as export_command
 from ppdiffusers_tome.export import export as export_module
-from ppdiffusers_tome.export import programs, tracing
-from ppdiffusers_tome.export.arguments import list_sizes, merging_of
-from ppdiffusers_tome.export.loading import require_model_folder
+from ppdiffusers_tome.export import loading, programs, tracing
+from ppdiffusers_tome.export.loading import load_eager_pipeline, require_model_folder
+from ppdiffusers_tome.export.request import DenoiserMerging, list_merging, list_sizes
 from ppdiffusers_tome.export.tracing import TOLERANCE, relative_difference
 from ppdiffusers_tome.inference import (
     PaddleRuntime,
-    ProgramFile,
     Size,
     export_pipeline,
     load_pipeline,
     parse_size,
     read_manifest,
 )
-from ppdiffusers_tome.run.manifest import find_ratio, ratio_name
+from ppdiffusers_tome.run.manifest import PlannedProgram, find_ratio, ratio_name
 from ppdiffusers_tome.run.runtime import Program
 from ppdiffusers_tome.serving.engine import load_engine
 from ppdiffusers_tome.wording import method_in_words
@@ -86,17 +83,12 @@ def test_half_precision_weights_are_exported_in_float32(exported_folder, tmp_pat
 
 @pytest.mark.parametrize(
     ("ratio", "settings"),
-    [
-        (0.5, {"method": "todo"}),
-        (0.75, {"method": "todo"}),
-        (0.5, {"method": "tomesd"}),
-        (0.7, {"method": "tomesd", "use_rand": False, "merge_crossattn": True}),
-    ],
+    [(0.75, {"method": "todo"}), (0.7, {"method": "tomesd", "use_rand": False, "merge_crossattn": True})],
 )
 def test_other_methods_are_exported_and_described(tiny, exported_folder, tmp_path, ratio, settings):
     """Each program is compared with eager while it is written."""
-    linked = unmerged_programs(exported_folder)
-    manifest = export(tiny, tmp_path / "out", (ratio, 0), [(32, 40)], linked=linked, **settings)
+    linked = [(root, file) for root, file in programs_of(exported_folder) if not file.ratio]
+    manifest = export(tiny, tmp_path / "out", (ratio, 0), [(32, 32)], linked=linked, **settings)
     read = read_manifest(tmp_path / "out", verify=True)
     config = ToMeConfig(ratio=ratio, **settings)
     assert read == manifest and read.merging == {f"{ratio:g}": 2 * (config.settings(),), "0": (None, None)}
@@ -120,6 +112,21 @@ OF_2 |= {"merge_crossattn": False, "window": 16, "proportional": True, "merge_at
 OF_3 = OF_2 | {"method": "default", "merge_attn": True}
 
 
+def as_of_earlier(exported_folder, folder, settings):
+    """An export with these settings, which this release does not have, and with fields of an earlier one."""
+    shutil.copytree(exported_folder, folder)
+    data = json.loads((folder / "tome.json").read_text())
+    data["merging"]["0.5"] = [settings, None]
+    data |= {"for_gpu": True, "merge_map": True, "schedule": None}
+    data["programs"].append({"model": "merge_map", "size": [32, 32], "ratio": 0.5, "program": "a.json", "params": "b"})
+    data["files"] |= {"a.json": {"bytes": 0, "sha256": sha256(b"").hexdigest()}}
+    data["files"] |= {"b": {"bytes": 0, "sha256": sha256(b"").hexdigest()}}
+    for name in ("a.json", "b"):
+        (folder / name).touch()
+    (folder / "tome.json").write_text(json.dumps(data))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -132,31 +139,24 @@ OF_3 = OF_2 | {"method": "default", "merge_attn": True}
         ),
     ],
 )
-def test_an_export_of_a_method_that_is_no_more_runs(exported_folder, tmp_path, settings, words):
-    """Its programs are complete. The manifest has its settings as they are, and fields of the time."""
-    folder, settings = tmp_path / "old", {"ratio": 0.5, **settings}
-    shutil.copytree(exported_folder, folder)
-    data = json.loads((folder / "tome.json").read_text())
-    data["merging"]["0.5"] = [settings, None]
-    data |= {"for_gpu": True, "merge_map": True, "schedule": None}
-    data["programs"].append({"model": "merge_map", "size": [32, 32], "ratio": 0.5, "program": "a.json", "params": "b"})
-    data["files"] |= {"a.json": {"bytes": 0, "sha256": sha256(b"").hexdigest()}}
-    data["files"] |= {"b": {"bytes": 0, "sha256": sha256(b"").hexdigest()}}
-    for name in ("a.json", "b"):
-        (folder / name).touch()
-    (folder / "tome.json").write_text(json.dumps(data))
-    manifest = read_manifest(folder, verify=True)
+def test_settings_of_a_method_that_is_no_more_are_described(exported_folder, tmp_path, settings, words):
+    """The manifest has them as they are."""
+    settings = {"ratio": 0.5, **settings}
+    manifest = read_manifest(as_of_earlier(exported_folder, tmp_path / "old", settings))
     assert manifest.merging == {"0.5": (settings, None), "0": (None, None)}
     assert manifest.methods == {0.5: words, 0.0: ""}
     assert manifest.programs == read_manifest(exported_folder).programs
-    pipe = load_pipeline(folder, threads=1)
-    assert pipe.unet.ratio == 0.5 and f"ratio 0.5: {words}" in str(pipe.tome_summary())
-    paddle.seed(0)
-    image = pipe("a fox", height=32, width=32, num_inference_steps=1, output_type="np").images
-    paddle.seed(0)
-    own = load_pipeline(exported_folder, threads=1)
-    expected = own("a fox", height=32, width=32, num_inference_steps=1, output_type="np").images
-    np.testing.assert_array_equal(image, expected)
+
+
+def test_an_export_of_a_method_that_is_no_more_runs(exported_folder, tmp_path):
+    """Its programs are complete."""
+    images = []
+    for folder in (exported_folder, as_of_earlier(exported_folder, tmp_path / "old", {"ratio": 0.5, **OF_3})):
+        pipe = load_pipeline(folder, threads=1)
+        paddle.seed(0)
+        images.append(pipe("a fox", height=32, width=32, num_inference_steps=1, output_type="np").images)
+    assert pipe.unet.ratio == 0.5 and "ratio 0.5: default, window=16" in str(pipe.tome_summary())
+    np.testing.assert_array_equal(*images)
     load_engine(folder, threads=1)
 
 
@@ -181,7 +181,7 @@ def test_a_program_holds_no_paths_of_this_machine(tmp_path, monkeypatch):
     """Paddle stores the call stack of each operator. conftest's ORIGINS empties it, and this test brings it back."""
     monkeypatch.setattr("paddle.base.framework.traceback", traceback)
     traceable = programs.Traceable(paddle.nn.Linear(4, 4), (programs.Input("input", ("batch", 4)),))
-    file = tracing.save(traceable, ProgramFile("layer"), tmp_path, "x", {}, 1)
+    file = tracing.save(traceable, PlannedProgram("layer"), tmp_path, "x", {}, 1)
     content = (tmp_path / file.program).read_bytes()
     package = Path(export_module.__file__).parents[1].name
     assert content and not any(text in content for text in (b".py", b"site-packages", package.encode()))
@@ -200,20 +200,21 @@ def test_defaults_of_a_model_are_in_its_export(exported_folder, tiny, tmp_path):
     (model / "defaults.json").write_text('{"steps": 9, "prompts": ["a fox"]}')
     pipe = copy.copy(tiny)
     pipe.register_to_config(_name_or_path=str(model))
-    manifest = export(pipe, folder, 0, [(32, 32)], image_to_image=True, linked=unmerged_programs(exported_folder))
+    linked = programs_of(exported_folder)
+    manifest = export(pipe, folder, 0, [(32, 32)], image_to_image=True, linked=linked)
     assert (folder / "defaults.json").read_text() == (model / "defaults.json").read_text()
     assert "defaults.json" in manifest.files and manifest.name == "fox_sd"
     assert read_manifest(folder, verify=True) == manifest and not (exported_folder / "defaults.json").exists()
 
 
-@pytest.mark.parametrize("name", [None, ""])
-def test_defaults_of_the_current_folder_are_not_exported(exported_folder, tiny, tmp_path, monkeypatch, name):
+def test_defaults_of_the_current_folder_are_not_exported(exported_folder, tiny, tmp_path, monkeypatch):
     """A pipeline that was made in Python comes from no folder."""
     (tmp_path / "defaults.json").write_text('{"steps": 9}')
     monkeypatch.chdir(tmp_path)
     pipe = copy.copy(tiny)
-    pipe.register_to_config(_name_or_path=name)
-    manifest = export(pipe, "out", 0, [(32, 32)], image_to_image=True, linked=unmerged_programs(exported_folder))
+    pipe.register_to_config(_name_or_path=None)
+    linked = programs_of(exported_folder)
+    manifest = export(pipe, "out", 0, [(32, 32)], image_to_image=True, linked=linked)
     assert "defaults.json" not in manifest.files and manifest.name == "StableDiffusionPipeline"
 
 
@@ -248,20 +249,20 @@ def test_a_grid_of_one_row_is_known(tmp_path):
     dims = {"latent_height": 1, "latent_width": 8}
     traceable = programs.denoiser(unet(**ONE_LEVEL), None)
     attach(traceable.layer.unet, ToMeConfig(0.5, "tomesd", sy=1), None)
-    planned = ProgramFile("unet", size=Size(1, 8))
+    planned = PlannedProgram("unet", size=Size(1, 8))
     saved = tracing.save(traceable, planned, tmp_path, "program", {**dims, "tokens": 7}, 1)
     assert max(saved.parity.values()) <= TOLERANCE
 
 
-def test_ratios_that_are_equal_to_six_digits_are_one(exported_folder, tiny):
+def test_ratios_that_are_equal_to_six_digits_are_one(exported_folder):
     assert load_pipeline(exported_folder, ratio=0.50000001).unet.ratio == 0.5
     assert load_pipeline(exported_folder, ratio=-0.0).unet.ratio == 0
     with pytest.raises(ToMeConfigError, match=r"ratio=0\.50001 was not exported, only 0\.5, 0\."):
         load_pipeline(exported_folder, ratio=0.50001)
     configs = [ToMeConfig(ratio, "todo", sx=3) for ratio in (0.833333, -0.0)]
-    configs = merging_of(tiny, configs, controlnet=True)
-    assert list(configs) == [1 - 1 / 6, 0.0] and find_ratio(0.833333, configs) == 1 - 1 / 6
-    assert ratio_name([*configs][1]) == "0"
+    ratios = [merging.ratio for merging in list_merging(configs, controlnet=True)]
+    assert ratios == [1 - 1 / 6, 0.0] and find_ratio(0.833333, ratios) == 1 - 1 / 6
+    assert ratio_name(ratios[1]) == "0"
 
 
 def test_a_controlnet_cannot_merge_alone(tmp_path):
@@ -275,20 +276,18 @@ def test_a_controlnet_cannot_merge_alone(tmp_path):
             export(pipe, tmp_path / "out")
     with pytest.raises(ToMeConfigError, match=r"controlnet=0\.3 is not allowed: the UNet does not merge at any"):
         export(pipe, tmp_path / "out", 0, controlnet=0.3)
-    assert merging_of(pipe, [ToMeConfig(0)], controlnet=True) == {0.0: (None, None)}
+    assert list_merging([ToMeConfig(0)], controlnet=True) == (DenoiserMerging(None, None),)
     assert not any(tmp_path.iterdir())
 
 
 # Pipelines without some components
 
 
-def test_the_refiner_of_sdxl(tmp_path):
-    pipe = StableDiffusionXLImg2ImgPipeline(**sdxl_refiner())
-    folder = tmp_path / "out"
-    manifest = export(pipe, folder, 0.5, [(32, 32)])
-    assert [file.model for file in manifest.programs] == ["unet", "text_encoder_2", "vae_decoder", "vae_encoder"]
-    assert read_manifest(folder, verify=True) == manifest
-    loaded, images = load_pipeline(folder), []
+def test_the_refiner_of_sdxl(refiner_folder):
+    pipe = refiner_pipeline()
+    models = [file.model for file in read_manifest(refiner_folder, verify=True).programs]
+    assert models == ["unet", "text_encoder_2", "vae_decoder", "vae_encoder"]
+    loaded, images = load_pipeline(refiner_folder), []
     assert loaded.text_encoder is None and loaded.config.requires_aesthetics_score is True
     pipe.apply_tome(0.5)
     for one in (pipe, loaded):
@@ -298,7 +297,7 @@ def test_the_refiner_of_sdxl(tmp_path):
         images.append(one("a fox", image=image, generator=paddle.Generator().manual_seed(0), **settings).images)
     np.testing.assert_allclose(*images, atol=1e-4)
     with pytest.raises(ToMeConfigError, match="SDXL's refiner, which needs an image in every call: it cannot be"):
-        load_engine(folder)
+        load_engine(refiner_folder)
 
 
 @pytest.mark.parametrize("layout", ["ppdiffusers", "diffusers"])
@@ -313,7 +312,7 @@ def test_components_that_are_none(tiny, tmp_path, layout, name):
 
 @pytest.mark.parametrize("name", ["text_encoder_2", "tokenizer_2"])
 def test_what_the_refiner_needs(tmp_path, name):
-    pipe = StableDiffusionXLImg2ImgPipeline(**sdxl_refiner())
+    pipe = refiner_pipeline()
     pipe.register_modules(**{name: None})
     with pytest.raises(ToMeExportError, match=f"the pipeline's {name} is None"):
         export(pipe, tmp_path / "out", 0.5, [(32, 32)])
@@ -349,7 +348,7 @@ def test_program_that_differs_is_an_error(tiny, tmp_path):
 @pytest.mark.parametrize("starts_late", [True, False])
 def test_two_exports_into_one_new_folder(exported_folder, tiny, tmp_path, monkeypatch, starts_late):
     """One is written and the other an error: at once, or at its end where both have started at the same time."""
-    linked = [(exported_folder, file) for file in read_manifest(exported_folder).programs]
+    linked = programs_of(exported_folder)
     copy_parts, folder, written = export_module.copy_parts, tmp_path / "out", []
 
     def write(ratio):
@@ -439,10 +438,10 @@ def test_each_image_needs_one_try_that_agrees_in_two_runs(tmp_path, monkeypatch,
     monkeypatch.setattr(tracing, "MIN_THREADS", MIN_THREADS)
     traceable = programs.Traceable(paddle.nn.Linear(4, 4), (programs.Input("input", ("batch", 4)),))
     if is_accepted:
-        assert max(tracing.save(traceable, ProgramFile("layer"), tmp_path, "x", {}, 1).parity.values()) <= TOLERANCE
+        assert max(tracing.save(traceable, PlannedProgram("layer"), tmp_path, "x", {}, 1).parity.values()) <= TOLERANCE
     else:
         with pytest.raises(ToMeExportError, match=r"layer differs from the model, or from run to run, .* batch 2"):
-            tracing.save(traceable, ProgramFile("layer"), tmp_path, "x", {}, 1)
+            tracing.save(traceable, PlannedProgram("layer"), tmp_path, "x", {}, 1)
 
 
 class Untraceable(paddle.nn.Linear):
@@ -458,16 +457,16 @@ class Untraceable(paddle.nn.Linear):
 def test_an_export_after_one_that_failed(tmp_path):
     """Paddle 3 crashed here; Paddle 2.6 kept the parameters, and gave them to a program of later."""
     inputs = (programs.Input("input", ("batch", 4)),)
-    for number in range(5):
+    for number in range(2):
         layer = Untraceable(4, 4)
         weight = weakref.ref(layer.weight)
         with pytest.raises(ToMeExportError, match=r"cannot export the layer: .*not in a program"):
-            tracing.save(programs.Traceable(layer, inputs), ProgramFile("layer"), tmp_path, f"{number}", {}, 1)
+            tracing.save(programs.Traceable(layer, inputs), PlannedProgram("layer"), tmp_path, f"{number}", {}, 1)
         del layer
         gc.collect()
         assert weight() is None
         traceable = programs.Traceable(paddle.nn.Linear(4, 4), inputs)
-        assert tracing.save(traceable, ProgramFile("layer"), tmp_path, f"{number}", {}, 1).parity
+        assert tracing.save(traceable, PlannedProgram("layer"), tmp_path, f"{number}", {}, 1).parity
 
 
 # Errors before anything is written
@@ -509,12 +508,12 @@ def test_invalid_arguments_are_rejected(tiny, tmp_path, settings, message):
 
 
 def test_a_number_is_a_square_and_numbers_may_be_of_numpy(tiny, exported_folder, tmp_path):
-    linked = [(exported_folder, file) for file in read_manifest(exported_folder).programs]
+    linked = programs_of(exported_folder)
     settings = {"image_to_image": True, "linked": linked}
     assert export(tiny, tmp_path / "a", np.float32(0.5), 32, **settings).sizes == (Size(32, 32),)
     manifest = export(tiny, tmp_path / "b", np.array([0.5, 0]), [np.array([32, 48]).tolist()], **settings)
     assert manifest.ratios == (0.5, 0) and manifest.sizes == (Size(32, 48),)
-    assert list_sizes([[np.int64(32), 48]]) == [(32, 48)] and list_sizes(np.int64(32)) == [(32, 32)]
+    assert list_sizes([[np.int64(32), 48]]) == (Size(32, 48),) and list_sizes(np.int64(32)) == (Size(32, 32),)
 
 
 def test_settings_that_merge_nothing_are_an_error(tmp_path):
@@ -602,7 +601,7 @@ def test_command_rejects(options, message, tmp_path, capsys):
     ],
 )
 def test_command_checks_its_options_before_it_loads_the_model(options, message, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(export_command, "load_for_export", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(loading, "load_eager_pipeline", lambda *_: pytest.fail("the model was loaded"))
     assert main(["export", "--model", "x/y", "--output", str(tmp_path / "new" / "out"), *options]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -637,3 +636,17 @@ def test_a_model_folder_is_required(exported_folder, tmp_path):
     }.items():
         with pytest.raises(ToMeConfigError, match=f"^{folder} {reason}"):
             require_model_folder(folder)
+
+
+def test_only_a_pipeline_that_can_have_a_safety_checker_is_loaded_without_one(monkeypatch):
+    """The others would log that they ignore the argument."""
+    asked = {}
+
+    def record(model, **arguments):
+        asked[Path(model).name] = {name for name in arguments if "safety_checker" in name}
+
+    monkeypatch.setattr(loading.DiffusionPipeline, "from_pretrained", record)
+    examples = Path(__file__).parents[2] / "examples"
+    for model in ("tiny/sdxl", "emoji_sd"):
+        load_eager_pipeline(str(examples / model), safety_checker=False)
+    assert asked == {"sdxl": set(), "emoji_sd": {"safety_checker", "requires_safety_checker"}}

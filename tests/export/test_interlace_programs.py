@@ -11,12 +11,14 @@ from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.attach import passes
 from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.export import export as export_module
 from ppdiffusers_tome.export import programs, tracing
 from ppdiffusers_tome.export.conversion import Converter
 from ppdiffusers_tome.families.models import find_blocks
 from ppdiffusers_tome.inference import OnnxRuntime, OpenVinoRuntime, PaddleRuntime, ProgramFile, Size, read_manifest
 from ppdiffusers_tome.methods.turns import turn_table
 from ppdiffusers_tome.run.folder import ExportedFolder
+from ppdiffusers_tome.run.manifest import PlannedProgram
 from ppdiffusers_tome.summary import tome_summary
 
 RUNTIMES = {
@@ -43,7 +45,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("interlace")
     dims = {"latent_height": SIDE, "latent_width": SIDE, "tokens": 7}
     with Converter() as converter:
-        planned = ProgramFile("unet", size=Size(SIDE, SIDE), ratio=CONFIG.effective_ratio)
+        planned = PlannedProgram("unet", size=Size(SIDE, SIDE), ratio=CONFIG.effective_ratio)
         tracing.save(programs.denoiser(merged_unet(), None), planned, folder, "unet", dims, 1, converter)
     return folder
 
@@ -115,15 +117,13 @@ def test_an_onnx_program_has_a_gather_of_tokens_and_one_of_indices_in_each_block
     assert (len(of_turn), len(of_tables), len(moving)) == (1, 1 + blocks, blocks)
 
 
-def test_the_command_without_a_method_exports_interlace(tmp_path, capsys):
+@pytest.mark.parametrize(("options", "ratios"), [([], [0.75]), (["--ratio", "0.5", "0"], [0.5, 0])])
+def test_the_command_without_a_method_exports_interlace(options, ratios, tiny, tmp_path, monkeypatch):
     """At 0.75, or at the ratios that are named."""
-    model = tmp_path / "model"
-    tiny_pipeline().save_pretrained(str(model))
-    for options, ratios in (([], (0.75,)), (["--ratio", "0.5", "0"], (0.5, 0))):
-        output = tmp_path / f"out{len(options)}"
-        command = ["export", "--model", str(model), "--output", str(output), "--size", "32", "--format", "paddle"]
-        assert main([*command, *options]) == 0
-        manifest = read_manifest(output)
-        settings = ToMeConfig(ratios[0]).settings()
-        assert manifest.ratios == ratios and manifest.merging[f"{ratios[0]:g}"] == (settings, settings)
-        assert "merging: interlace" in capsys.readouterr().out
+    requested = []
+    monkeypatch.setattr(export_module, "write_export", lambda pipe, request: requested.append(request) or exit())
+    tiny.save_pretrained(str(tmp_path / "model"))
+    with pytest.raises(SystemExit):
+        main(["export", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "out"), *options])
+    assert [merging.ratio for merging in requested[0].merging] == ratios
+    assert requested[0].merging[0].settings() == 2 * (ToMeConfig(ratios[0], "interlace").settings(),)

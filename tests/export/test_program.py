@@ -23,11 +23,10 @@ CHANNELS = 32  # of tiny_pipeline's one level
 
 @pytest.fixture(scope="module")
 def folder_of_pairs(exported_folder, tmp_path_factory):
-    """The same export by the method "tomesd"."""
+    """The first program of that export by the method "tomesd"."""
     folder, manifest = tmp_path_factory.mktemp("pairs") / "out", read_manifest(exported_folder)
     linked = [(exported_folder, file) for file in manifest.programs if not file.ratio]
-    options = {"linked": linked, "image_to_image": True, "method": "tomesd"}
-    export_linked(tiny_pipeline(), folder, manifest.ratios, manifest.sizes, **options)
+    export_linked(tiny_pipeline(), folder, 0.5, manifest.sizes[:1], linked=linked, method="tomesd")
     return folder
 
 

@@ -86,21 +86,6 @@ def absolute_imports(node):
     return [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.name == "__init__.py"], ids=module_of)
-def test_the_docstring_of_a_package_names_its_subject(path):
-    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    assert re.match(r"[`\w].{20,}[.:]", docstring), f"{path}: it has no first line that says what the package is for"
-
-
-@pytest.mark.parametrize("package", ["methods", "families", "attach"])
-def test_the_docstring_of_a_folder_of_the_core_names_what_it_imports(package):
-    """The part of the package before the folder, by its top-level names."""
-    docstring = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text(encoding="utf-8")))
-    (sentence,) = re.findall(r"The folder imports\s(.+?)\.(?:\s|$)", docstring, re.S)
-    imported = {name.split(".")[0] for path in (PACKAGE / package).glob("*.py") for name in imported_modules(path)}
-    assert set(re.findall(r"`(\w+)`", sentence)) == imported - {package}
-
-
 def test_what_is_imported_before_paddle_does_not_import_it():
     """The package reports a missing Paddle, and a broken zlib, before it imports Paddle."""
     for module in ("_version", "errors", "compatibility"):

@@ -1,3 +1,5 @@
+"""Versions of Paddle and ppdiffusers are checked when the package is imported, with one sentence that helps."""
+
 import re
 import subprocess
 import sys
@@ -22,11 +24,11 @@ def test_supported_paddle_is_accepted(version):
 @pytest.mark.parametrize(
     ("version", "reason"),
     [
-        ("2.6.0", "put_along_axis returns wrong values"),
+        ("2.6.0", "put_along_axis"),
         ("2.5.2", "never tested"),
         ("2.4.0rc1", "never tested"),
         ("1.8.5", "never tested"),
-        ("unknown", "cannot read the version of PaddlePaddle: 'unknown'"),
+        ("unknown", "PaddlePaddle: 'unknown'"),
     ],
 )
 def test_unsupported_paddle_is_rejected_in_one_sentence(version, reason):
@@ -68,7 +70,7 @@ def test_a_library_that_paddle_lacks_is_no_missing_paddle():
 
 
 PADDLE_2_6 = paddle.__version__.startswith("2.6.") and sys.platform == "linux"
-IMPORTS = [  # and whether Pillow is safe on Paddle 2.6
+IMPORTS = [  # and whether Pillow is safe
     ("import paddle, ppdiffusers_tome", False),
     ("import paddle, zlib, ppdiffusers_tome", False),
     ("import zlib, paddle, ppdiffusers_tome", True),
@@ -86,12 +88,12 @@ assert (np.asarray(Image.open(file)) == np.asarray(image)).all()
 """
 
 
-@pytest.mark.parametrize(("imports", "is_safe"), IMPORTS if PADDLE_2_6 else IMPORTS[:1])
+@pytest.mark.skipif(not PADDLE_2_6, reason="about Paddle 2.6; with Paddle 3 a warning would end the collection")
+@pytest.mark.parametrize(("imports", "is_safe"), IMPORTS)
 def test_import_after_paddle_2_6_warns_of_its_zlib_which_breaks_pillow(imports, is_safe):
     command = [sys.executable, "-W", "ignore", "-W", "always::RuntimeWarning", "-c"]
     command.append(imports + SAVE_A_PNG if is_safe else imports)
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    warns = PADDLE_2_6 and not is_safe
-    assert done.stderr.count("<string>:1: RuntimeWarning: Paddle 2.6 was imported before ppdiffusers_tome") == warns
-    assert done.stderr.count("Import ppdiffusers_tome, or zlib, before paddle.") == warns
+    assert done.stderr.count("<string>:1: RuntimeWarning: ") == (not is_safe)
+    assert is_safe or re.search("ppdiffusers_tome, or zlib, before paddle", done.stderr)

@@ -40,7 +40,7 @@ def test_without_a_checkout_it_clones_the_repository_that_is_set(notebook, monke
     monkeypatch.chdir(folder)
     monkeypatch.setenv("FIRST_RUN_MODEL", "m")  # so that it asks no hub
     code = "\n".join(cell.source for cell in code_cells(notebook)[:2])
-    with pytest.raises(FileNotFoundError, match="elsewhere is not in a checkout: set REPOSITORY in the first cell"):
+    with pytest.raises(FileNotFoundError, match=r"elsewhere .*REPOSITORY"):
         exec(code, {})
     monkeypatch.setenv("FIRST_RUN_REPOSITORY", repository.as_uri())
     for _ in range(2):  # the second run clones nothing

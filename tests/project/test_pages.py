@@ -20,7 +20,7 @@ from PIL import Image
 from ppdiffusers import StableDiffusionPipeline
 from serving_support import until
 
-from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.cli import _parser, main
 from ppdiffusers_tome.export import export as export_module
 from ppdiffusers_tome.export import tracing
 
@@ -58,7 +58,7 @@ class Reader:
     def __init__(self):
         self.exports = {}  # words of the command by folder
         self.called = []  # the commands of this package, and the programs beside it
-        self.server = None
+        self.to_serve = self.server = None  # words of the command `serve`, and the process that a client needs
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = str(free.getsockname()[1])
 
@@ -79,6 +79,7 @@ class Reader:
         if paddle.__version__.startswith("2.") and "paddle.incubate.jit" in code:
             return  # of Paddle 3
         if "localhost" in code:  # a client, whose connections end with its process
+            self.start()
             done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
             assert done.returncode == 0, done.stderr[-3000:]
             return
@@ -96,6 +97,7 @@ class Reader:
             self.run_python(code.replace("127.0.0.1", "localhost"), {})
             self.called.append(words[1])
         elif words[0] == "curl":
+            self.start()
             done = subprocess.run(["curl", "--fail-with-body", "-sS", *words[1:]], capture_output=True, text=True)
             assert done.returncode == 0, f"{text}{done.stdout}{done.stderr}"
             self.called.append("curl")
@@ -117,9 +119,15 @@ class Reader:
         return None
 
     def serve(self, words):
+        """Of a server that no client follows the command is parsed: to start each takes seconds."""
         self.stop()
-        self.server = self.serving(words)
-        self.server.__enter__()
+        assert str(_parser().parse_args(words).model) in self.exports
+        self.to_serve = [*words, *([] if "--port" in words else ["--port", self.port])]
+
+    def start(self):
+        if self.server is None:
+            self.server = self.serving(self.to_serve)
+            self.server.__enter__()
 
     def stop(self):
         if self.server is not None:
@@ -131,9 +139,9 @@ class Reader:
         log = Path("server.log")
         with log.open("w") as output:
             command = [sys.executable, "-W", "ignore", "-m", "ppdiffusers_tome", *words]
-            # "true" is the command, which opens nothing.
-            environment = {**os.environ, "BROWSER": "true", "PYTHONPATH": str(ROOT)}
-            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+            process = subprocess.Popen(
+                command, stdout=output, stderr=output, env=os.environ | {"PYTHONPATH": str(ROOT)}
+            )
         try:
             until(lambda: "ready: open http://" in log.read_text() or process.poll() is not None, seconds=120)
             assert process.poll() is None, log.read_text()[-3000:]

@@ -1,4 +1,4 @@
-"""Real images from an exported model: the engine, alone and in a batch, and the command `serve`."""
+"""An engine's images are those of the pipeline, whatever is in their batch; and `serve` starts, refuses and stops."""
 
 import base64
 import io
@@ -37,14 +37,18 @@ from ppdiffusers_tome.run.defaults import ModelDefaults, read_defaults
 from ppdiffusers_tome.run.manifest import Size
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig, url_of
-from ppdiffusers_tome.serving.engine import DETERMINISTIC, Engine, load_engine, scheduler_failure
-from ppdiffusers_tome.serving.jobs import AbandonedError, GenerationError, Job, JobError, Limits, SecondPass
+from ppdiffusers_tome.serving.engine import Engine, load_engine, scheduler_failure
+from ppdiffusers_tome.serving.engines import DETERMINISTIC, ServedModel
+from ppdiffusers_tome.serving.jobs import MAX_STEPS, AbandonedError, GenerationError, Job, JobError, SecondPass
+from ppdiffusers_tome.serving.limits import Limits
 from ppdiffusers_tome.serving.offline import generate_batch
+from ppdiffusers_tome.serving.pool import EnginePool
+from ppdiffusers_tome.serving.prometheus import Metrics
 from ppdiffusers_tome.serving.prompt_file import Prompt
-from ppdiffusers_tome.serving.queue import ImageQueue
+from ppdiffusers_tome.serving.queue import JobQueue
 from ppdiffusers_tome.serving.server import ServerFailedError, serve
 
-JOB = Job("a 3d render of fox", height=32, width=48, ratio=0.5, seed=3, steps=3, guidance_scale=2.0)
+JOB = Job("a 3d render of fox", size=Size(32, 48), ratio=0.5, seed=3, steps=3, guidance_scale=2.0)
 JOBS = [JOB, replace(JOB, prompt="owl", seed=4, negative_prompt="red"), replace(JOB, prompt="", seed=2**32 - 1)]
 
 
@@ -85,7 +89,7 @@ def test_ratio_is_the_jobs(engine):
     with pytest.raises(ToMeConfigError, match=r"0\.25"):
         engine.generate([replace(JOB, ratio=0.25)])
     with pytest.raises(ToMeConfigError, match="64x64"):
-        engine.generate([replace(JOB, height=64, width=64)])
+        engine.generate([replace(JOB, size=Size(64, 64))])
 
 
 def test_image_to_image(engine):
@@ -96,16 +100,14 @@ def test_image_to_image(engine):
     assert difference(engine.generate([replace(job, image=start.rotate(180))])[0], once) > 0
     assert difference(engine.generate([replace(job, seed=4)])[0], once) > 0
     assert job.batch_key is None, "its noise would be sampled for the complete batch"
-    with pytest.raises(ToMeConfigError, match="2 jobs"):
-        engine.generate([job, job])
     for wrong in (start.resize((1, 50_000)), start.convert("RGBA"), start.rotate(90, expand=True)):
-        with pytest.raises(ToMeConfigError, match="it must be RGB, 48x32"):
-            engine.generate([replace(job, image=wrong)])
+        with pytest.raises(JobError, match="it must be RGB, 48x32"):
+            replace(job, image=wrong)
 
 
 def test_second_pass_starts_from_the_enlarged_image_of_the_first(engine):
-    first = replace(JOB, height=32, width=32, ratio=0)
-    second = SecondPass(height=32, width=48, ratio=0.5, steps=2, strength=0.6)
+    first = replace(JOB, size=Size(32, 32), ratio=0)
+    second = SecondPass(size=Size(32, 48), ratio=0.5, steps=2, strength=0.6)
     steps = []
 
     def should_stop(*step):
@@ -116,25 +118,28 @@ def test_second_pass_starts_from_the_enlarged_image_of_the_first(engine):
     enlarged = engine.generate([first])[0].resize((48, 32), Image.Resampling.LANCZOS)
     expected = engine.generate([replace(JOB, image=enlarged, steps=4, strength=0.6)])[0]
     assert image.size == (48, 32) and difference(image, expected) == 0
-    assert steps == [(), *((step, 5) for step in range(1, 6))]
+    assert steps == [(step, 5) for step in range(6)]
     assert replace(first, second_pass=second).batch_key is None
 
 
 @pytest.mark.parametrize("strength", [0.001, 0.05, 0.3, 0.6, 0.7, 0.999, 1.0])
 def test_all_steps_of_a_second_pass_run(strength):
     for steps in (1, 7, 20, 100):
-        schedule = SecondPass(64, 64, 0.5, steps, strength).scheduled_steps
-        assert int(schedule * strength) == steps
+        if steps <= strength * MAX_STEPS:
+            assert int(SecondPass(Size(64, 64), 0.5, steps, strength).scheduled_steps * strength) == steps
+        else:
+            with pytest.raises(JobError, match=f"{strength} leaves less than {steps} of 1000 steps"):
+                SecondPass(Size(64, 64), 0.5, steps, strength)
 
 
 def test_steps_that_the_scheduler_does_not_have_are_422(exported_folder, monkeypatch):
     """1,000 steps of a DDIM with steps_offset=1 begin at timestep 1,000, and 0 to 999 have an entry in its tables."""
     engine = load_engine(exported_folder, threads=1)
     engine._text_to_image.scheduler.register_to_config(steps_offset=1)
-    monkeypatch.setattr("ppdiffusers_tome.serving.queue.logger.exception", None)  # clients cannot fill the log either
+    monkeypatch.setattr("ppdiffusers_tome.serving.pool.logger.exception", None)  # clients cannot fill the log either
     limits = Limits(sizes=(Size(32, 48),), ratios=(0.5,), image_to_image=True, steps=2000)
     with serving(limits=limits, load=lambda: engine) as server:
-        until(lambda: server.queue.state == "ready", seconds=60)
+        until(lambda: server.pool.state == "ready", seconds=60)
         for steps in (1000, 1001, 1000, 1001, 1000):
             answer = server.post(OPENAI, {"prompt": "fox", "steps": steps})
             assert (answer.status_code, answer.json()["error"]["param"]) == (422, "steps"), answer.text
@@ -148,14 +153,12 @@ def test_steps_that_the_scheduler_does_not_have_are_422(exported_folder, monkeyp
         assert server.post(OPENAI, {"prompt": "fox", "steps": 2}).status_code == 200
     start = Image.new("RGB", (48, 32))
     with pytest.raises(AbandonedError, match="after step 1"):  # the second half of the 1,000
-        engine.generate([replace(JOB, steps=1000, image=start, strength=0.5)], lambda step=0, steps=0: step > 0)
+        engine.generate([replace(JOB, steps=1000, image=start, strength=0.5)], lambda step, steps: step > 0)
 
 
-def test_different_jobs_do_not_share_a_call(engine):
-    for change in ({"steps": 2}, {"guidance_scale": 3.0}, {"ratio": 0}, {"height": 32, "width": 32}):
+def test_different_jobs_do_not_share_a_call():
+    for change in ({"steps": 2}, {"guidance_scale": 3.0}, {"ratio": 0}, {"size": Size(32, 32)}):
         assert replace(JOB, **change).batch_key != JOB.batch_key
-        with pytest.raises(ToMeConfigError, match="batch_key"):
-            engine.generate([JOB, replace(JOB, **change)])
     assert replace(JOB, seed=9, prompt="x", negative_prompt="y").batch_key == JOB.batch_key
 
 
@@ -166,7 +169,7 @@ def test_stochastic_sampler_is_not_batched(exported_folder):
     assert not engine.can_batch and engine.sampler == "EulerAncestralDiscrete"
     assert difference(engine.generate([JOB])[0], engine.generate([JOB])[0]) == 0
     with pytest.raises(ToMeConfigError, match="image-to-image"):
-        engine.generate([replace(JOB, image=Image.new("RGB", (8, 8)), strength=0.7)])
+        engine.generate([replace(JOB, image=Image.new("RGB", (48, 32)), strength=0.7)])
 
 
 PADDLE_3 = int(paddle.__version__.partition(".")[0]) >= 3
@@ -223,7 +226,7 @@ def test_scheduler_that_has_no_two_steps(exported_folder, tmp_path):
     with pytest.raises(JobError, match="PLMS, has no schedule of 3 steps: choose another number"):
         engine.generate([JOB])
     with serving(limits=limits, load=lambda: engine) as server:
-        until(lambda: server.queue.state == "ready")
+        until(lambda: server.pool.state == "ready")
         generate, calls = engine.generate, []
 
         def fail_once(jobs, should_stop=None):
@@ -235,7 +238,7 @@ def test_scheduler_that_has_no_two_steps(exported_folder, tmp_path):
         engine.generate = fail_once
         assert server.post(OPENAI, {"prompt": "fox", "steps": 6}).status_code == 500
         assert server.post(OPENAI, {"prompt": "fox", "steps": 4}).status_code == 200
-        assert [job.steps for job in calls] == [6, 4, 4] and server.queue._failures == 0
+        assert [job.steps for job in calls] == [6, 4, 4] and server.pool._failures == 0
 
 
 STOCHASTIC = ("DDPMScheduler", "KDPM2AncestralDiscreteScheduler", "EulerAncestralDiscreteScheduler", "LCMScheduler")
@@ -258,7 +261,7 @@ def test_call_stops_at_the_next_step(engine, steps):
 
     with pytest.raises(AbandonedError):
         engine.generate([replace(JOB, steps=20)], should_stop)
-    assert calls == [(), (1, 20), (2, 20)][: steps + 1]
+    assert calls == [(0, 20), (1, 20), (2, 20)][: steps + 1]
     assert difference(engine.generate([JOB])[0], engine.generate([JOB])[0]) == 0, "the engine still works"
 
 
@@ -338,7 +341,7 @@ def test_health_reports_an_export_that_was_replaced(exported_folder, tmp_path):
 # The command
 
 
-def test_serve_in_its_own_process(exported_folder, tmp_path):
+def test_serve_in_its_own_process(exported_folder, engine, tmp_path):
     """Start, open the page, answer OpenAI's client, SIGTERM during a request: it is answered, the next refused.
 
     The log says when it is ready, after the model is loaded, and what is at its address.
@@ -372,7 +375,6 @@ def test_serve_in_its_own_process(exported_folder, tmp_path):
             answer = client.images.generate(prompt=JOB.prompt, size="48x32", n=2, model=model, extra_body=fields)
             image = Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json)))
             assert json.loads(image.text["ppdiffusers_tome"])["seed"] == 3
-            engine = load_engine(exported_folder, threads=1)
             assert difference(engine.generate([JOB])[0], image) <= 1
             edited = client.images.edit(
                 image=base64.b64decode(answer.data[0].b64_json),
@@ -435,8 +437,8 @@ def test_open_says_so_if_there_is_no_browser(has_browser, monkeypatch, caplog):
         (["--steps", "0"], "--steps 0 is not allowed"),
         (["--max-steps", "10"], "--steps 20 is not allowed: --max-steps is 10. Lower the one or raise the other"),
         (["--guidance-scale", "31"], "--guidance-scale: 31.0 is not allowed"),
-        (["--queue", "2"], "--queue 2 is not allowed: one request may ask for --max-images 4 images"),
-        (["--max-images", "70"], "--queue 64 is not allowed: one request may ask for --max-images 70 images"),
+        (["--queue", "2"], "--queue 2 is not allowed: one request may ask for 4 images (--max-images)"),
+        (["--max-images", "70"], "--queue 64 is not allowed: one request may ask for 70 images (--max-images)"),
         (["--batch", "0"], "--batch 0 is not allowed: it must be 1 or more"),
         (["--batch-wait", "nan"], "--batch-wait nan is not allowed: it must be 0 to 60 s"),
         (["--batch-wait", "-0.1"], "--batch-wait -0.1 is not allowed"),
@@ -504,9 +506,11 @@ def test_model_that_does_not_load_is_an_error():
     def load() -> FakeEngine:
         raise ToMeError("broken program")
 
-    queue = ImageQueue(load, "fake", LIMITS)
+    metrics = Metrics()
+    pool = EnginePool(load, JobQueue(metrics), metrics)
+    app = create_app(ServedModel("fake", "DDIM", {}, LIMITS), pool, metrics, AppConfig())
     with pytest.raises(ServerFailedError, match="could not be loaded, or the image thread has ended: broken program"):
-        serve(queue, create_app(queue, AppConfig()), port=0)
+        serve(pool, app, port=0)
 
 
 def test_without_a_page_there_is_none_to_open(exported_folder, capsys):
@@ -537,7 +541,7 @@ def test_programs_are_loaded_before_they_are_needed(exported_folder, onnx_folder
     while engine.load_next():
         pass
     assert engine.program_loads == loads
-    jobs = [Job("", *size, ratio, 0, steps=2) for size in manifest.sizes for ratio in manifest.ratios]
+    jobs = [Job("", size, ratio, 0, steps=2) for size in manifest.sizes for ratio in manifest.ratios]
     engine.generate([jobs[0]])
     assert engine.program_loads == loads  # the default has stayed
     for job in jobs:
@@ -550,7 +554,7 @@ def test_warm_up_jobs_are_allowed():
     assert [job.image and job.image.size for job in jobs] == [None, (64, 48)]
     assert len(warm_up_jobs(replace(LIMITS, image_to_image=False), 2.0)) == 1
     for job in jobs:
-        LIMITS.check(job)
+        assert LIMITS.find_size(job.size) == job.size and LIMITS.checked(ratio=job.ratio, steps=job.steps)
 
 
 def test_defaults_of_the_model(exported_folder, tmp_path, capsys):

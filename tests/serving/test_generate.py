@@ -1,4 +1,4 @@
-"""Offline generation: prompt files, batches, and resuming a run that was killed."""
+"""`generate` reads prompt files as it says, and a run that was killed continues with the same bytes."""
 
 import io
 import json
@@ -21,12 +21,13 @@ from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.inference import read_manifest
 from ppdiffusers_tome.run.manifest import Size
 from ppdiffusers_tome.serving.engine import load_engine
-from ppdiffusers_tome.serving.jobs import Job, Limits
+from ppdiffusers_tome.serving.jobs import Job
+from ppdiffusers_tome.serving.limits import Limits
 from ppdiffusers_tome.serving.offline import OutputError, generate, generate_batch, generate_here, model_hash, split
 from ppdiffusers_tome.serving.prompt_file import Prompt, PromptFileError, read_prompts
 
 LIMITS = Limits(sizes=(Size(32, 32), Size(32, 48)), ratios=(0.5, 0.0))
-DEFAULTS = Job("", 32, 32, 0.5, seed=10, negative_prompt="grey", steps=2, guidance_scale=2.0)
+DEFAULTS = Job("", Size(32, 32), 0.5, seed=10, negative_prompt="grey", steps=2, guidance_scale=2.0)
 
 
 def read(tmp_path, text, name="prompts.jsonl", defaults=DEFAULTS, limits=LIMITS):
@@ -40,14 +41,14 @@ def read(tmp_path, text, name="prompts.jsonl", defaults=DEFAULTS, limits=LIMITS)
 
 def test_txt_line_is_a_prompt(tmp_path):
     prompts = read(tmp_path, b"\xef\xbb\xbfa fox\r\n\n  an \xc3\xa9toile,\xe2\x80\xa8still one line \n", "prompts.txt")
-    first = Job("a fox", 32, 32, 0.5, seed=10, negative_prompt="grey", steps=2, guidance_scale=2.0)
+    first = Job("a fox", Size(32, 32), 0.5, seed=10, negative_prompt="grey", steps=2, guidance_scale=2.0)
     assert prompts == [Prompt(0, first), Prompt(1, replace(first, prompt="an étoile,\u2028still one line", seed=11))]
 
 
 def test_jsonl_line_with_all_fields(tmp_path):
     line = {"prompt": "a fox", "negative_prompt": "", "seed": 4, "steps": 9, "guidance_scale": 3, "size": "48x32"}
     prompts = read(tmp_path, json.dumps({**line, "tome_ratio": 0, "name": "fox.1"}) + '\n{"prompt": ""}')
-    job = Job("a fox", height=32, width=48, ratio=0.0, seed=4, steps=9, guidance_scale=3.0)
+    job = Job("a fox", size=Size(32, 48), ratio=0.0, seed=4, steps=9, guidance_scale=3.0)
     assert prompts[0] == Prompt(0, job, "fox.1")
     assert (prompts[1].job.seed, prompts[1].job.negative_prompt) == (11, "grey")
 
@@ -132,10 +133,10 @@ def test_invalid_file_is_named(tmp_path, name, text, message):
 
 
 def test_file_name_depends_on_everything_in_the_image():
-    prompt = Prompt(3, Job("a fox", 32, 32, 0.5, seed=1), "fox")
+    prompt = Prompt(3, Job("a fox", Size(32, 32), 0.5, seed=1), "fox")
     name = prompt.file_name("model")
     assert name.startswith("000003-fox-") and name.endswith(".png")
-    changes = {"prompt": "an owl", "negative_prompt": "x", "height": 48, "width": 48, "ratio": 0.0, "seed": 2}
+    changes = {"prompt": "an owl", "negative_prompt": "x", "size": Size(48, 48), "ratio": 0.0, "seed": 2}
     changes |= {"steps": 3, "guidance_scale": 1.0}
     others = [replace(prompt, job=replace(prompt.job, **{key: value})) for key, value in changes.items()]
     names = {name, prompt.file_name("another model"), *(other.file_name("model") for other in others)}
@@ -157,11 +158,11 @@ class Painter:
         self.batches.append([job.seed for job in jobs])
         if any("explode" in job.prompt for job in jobs):
             raise RuntimeError("no such image")
-        return [Image.new("RGB", (job.width, job.height), (job.seed, 0, 0)) for job in jobs]
+        return [Image.new("RGB", (job.size.width, job.size.height), (job.seed, 0, 0)) for job in jobs]
 
 
 def prompts_of(*texts):
-    return [Prompt(i, Job(text, 32, 32, 0.5, seed=i, steps=2)) for i, text in enumerate(texts)]
+    return [Prompt(i, Job(text, Size(32, 32), 0.5, seed=i, steps=2)) for i, text in enumerate(texts)]
 
 
 def paint(prompts, folder, load=Painter, batch=2, identity="model"):
@@ -311,7 +312,7 @@ def images(folder):
 def test_resumed_run_writes_the_same_images(tmp_path, exported_folder, capsys):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"a 3d render of {animal}\n" for animal in ("fox", "owl", "cat", "dog", "bee")))
-    options = ["--batch", "2", "--steps", "30", "--negative-prompt", "red"]
+    options = ["--batch", "2", "--steps", "15", "--negative-prompt", "red"]
     killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
     arguments = [*PYTHON_M, *command(prompts, exported_folder, killed, *options)]
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -358,7 +359,7 @@ def test_image_has_metadata_and_does_not_depend_on_its_batch(tmp_path, exported_
     text = fox.text["parameters"]
     assert "Seed: 7" in text and f"Token merging method: {metadata['tome_method']}" in text
     assert f"{engine.name}, ratio 0.5: interlace" in capsys.readouterr().out
-    job = Job("owl", 32, 32, 0.5, seed=42, negative_prompt="red", steps=2, guidance_scale=2.0)
+    job = Job("owl", Size(32, 32), 0.5, seed=42, negative_prompt="red", steps=2, guidance_scale=2.0)
     alone = engine.generate([job])[0]
     assert np.abs(np.asarray(alone, int) - np.asarray(owl, int)).max() <= 1
 
@@ -417,7 +418,7 @@ def test_an_error_is_one_line_before_anything_is_written(tmp_path, exported_fold
 def test_exit_status_of_a_failed_image(tmp_path, exported_folder, capsys, monkeypatch):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a\nexplode")
-    monkeypatch.setattr("ppdiffusers_tome.commands.generate.load_engine", lambda *options, **verify: Painter())
+    monkeypatch.setattr("ppdiffusers_tome.serving.engine.load_engine", lambda *options, **verify: Painter())
     assert main(command(prompts, exported_folder, tmp_path / "out")) == 1
     printed = capsys.readouterr()
     assert "1 made, 0 skipped (already there), 1 failed of 2" in printed.out

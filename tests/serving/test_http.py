@@ -1,4 +1,4 @@
-"""Valid and invalid requests over HTTP, with an engine that returns images of one colour."""
+"""Requests over HTTP: each valid field reaches the job, and each invalid one an error that names it."""
 
 import base64
 import codecs
@@ -43,12 +43,12 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from ppdiffusers_tome import ToMeConfigError
+from ppdiffusers_tome.run.manifest import Size
 from ppdiffusers_tome.serving import api_openai, middleware, protocol
 from ppdiffusers_tome.serving.app import FOLDER
 from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.jobs import EngineLostError, GenerationError, Job, JobError
 from ppdiffusers_tome.serving.middleware import RequestMiddleware
-from ppdiffusers_tome.serving.tickets import RequestProgress
 
 ROOT = Path(__file__).parents[2]
 KEY = "correct-horse"
@@ -97,7 +97,7 @@ def opened(encoded):
 
 def test_openai_defaults(server):
     body = server.post(OPENAI, {"prompt": "fox", "size": "auto"}).json()
-    job = Job("fox", 48, 64, ratio=0.5, seed=body["data"][0]["seed"], steps=2, guidance_scale=7.5)
+    job = Job("fox", Size(48, 64), ratio=0.5, seed=body["data"][0]["seed"], steps=2, guidance_scale=7.5)
     assert server.engine.calls[-1] == [job]
     seeds = {server.post(OPENAI, {"prompt": "fox"}).json()["data"][0]["seed"] for _ in range(3)}
     assert len(seeds) == 3, "a missing seed is random"
@@ -120,7 +120,7 @@ def test_metadata_is_in_the_png(server):
     assert chunks["parameters"].startswith(prompt + "\nSteps: 4, Sampler: DDIM, CFG scale: 1.5, Seed: 5, Size: 64x48")
     assert 'Token merging method: "todo, min_tokens=64"' in chunks["parameters"]
     metadata = json.loads(chunks["ppdiffusers_tome"])
-    job = Job(prompt, 48, 64, ratio=0.5, seed=5, steps=4, guidance_scale=1.5)
+    job = Job(prompt, Size(48, 64), ratio=0.5, seed=5, steps=4, guidance_scale=1.5)
     expected = {**job.settings(), "tome_method": "todo, min_tokens=64", "model": "fake"}
     assert expected.items() <= metadata.items()
 
@@ -142,55 +142,20 @@ def test_models_and_health(server):
 
 
 def test_stream_reports_steps_then_images():
-    with serving(FakeEngine(0.15)) as server:
+    with serving(FakeEngine(0.11)) as server:
         answer = server.post(OPENAI, {"prompt": "fox", "stream": True, "n": 2, "seed": 7, "steps": 4})
         *progress, first, second = events_of(answer)
         assert {event["type"] for event in progress} == {"image_generation.progress"}
         steps = [event["step"] for event in progress if event["steps"]]
-        assert steps == sorted(set(steps)) and len(steps) >= 3, "only changes, and each step of 0.15 s"
+        assert steps == sorted(set(steps)) and len(steps) >= 3, "only changes, and each step of 0.11 s"
         assert [event["steps"] for event in progress][-1] == 4 and progress[-1]["position"] == 0
         assert [(one["index"], one["seed"]) for one in (first, second)] == [(0, 7), (1, 8)]
         assert first["type"] == "image_generation.completed" and first["size"] == "64x48" and first["batch"] == 2
-        assert 0.6 <= first["seconds"] < 5 and first["created_at"] > 0
+        assert 0.44 <= first["seconds"] < 5 and first["created_at"] > 0
         assert [opened(one["b64_json"]).getpixel((0, 0))[0] for one in (first, second)] == [7, 8]
         assert answer.headers["cache-control"] == "no-store"
-        assert len(first["step_seconds"]) == 4 and all(0.15 <= one < 2 for one in first["step_seconds"])
+        assert len(first["step_seconds"]) == 4 and all(0.11 <= one < 2 for one in first["step_seconds"])
         assert len(events_of(server.post(OPENAI, {"prompt": "fox", "stream": True, "steps": 1}))) >= 1
-
-
-def test_stream_over_two_calls_counts_its_steps_once():
-    with serving(FakeEngine(0.15), max_batch=2) as server:
-        answer = server.post(OPENAI, {"prompt": "fox", "stream": True, "n": 3, "steps": 6})
-        assert [len(jobs) for jobs in server.engine.calls] == [2, 1]
-        steps = [event["step"] for event in events_of(answer) if event.get("steps")]
-        assert steps == sorted(set(steps)) and len(steps) >= 4
-        assert {event.get("steps") for event in events_of(answer)} <= {None, 0, 6} and 4 in steps
-
-
-def test_progress_of_a_request_over_several_calls():
-    progress = RequestProgress(images=3)
-    progress.count(5, 6, images=3)  # this call fails, so its images are repeated one by one
-    counted = []
-    for _ in range(3):
-        for step in (0, 3, 6):
-            progress.count(step, 6, images=1)
-            counted.append(progress.step)
-        progress.generated += 1
-    assert counted == [5, 5, 5, 5, 5, 5, 5, 5, 6]
-
-
-def test_steps_that_an_engine_does_not_report_have_no_times():
-    """An engine in another process is polled: it reports a step several times, or skips one."""
-
-    class Polled(FakeEngine):
-        def generate(self, jobs, should_stop=None):
-            for step in (0, 0, 1, 3):
-                should_stop(step, 3)
-            return super().generate(jobs, lambda *step: False)
-
-    with serving(Polled()) as server:
-        *_, completed = events_of(server.post(OPENAI, {"prompt": "fox", "stream": True, "steps": 3}))
-        assert completed["step_seconds"] == [] and completed["seconds"] > 0
 
 
 def test_openai_starts_from_an_image(server):
@@ -394,16 +359,6 @@ def test_empty_fields_are_absent(server):
     files = {"image": png_file(), "mask": ("", b"", "application/octet-stream")}
     assert server.http.post(EDITS, data={"prompt": "fox"}, files=files).status_code == 200
     assert server.post(IMAGE, {**FROM_IMAGE, "mask": ""}).status_code == 200
-
-
-def test_any_model():
-    """Its name is that of a request. The list has the model that the server has."""
-    with serving(config=AppConfig(steps=2, any_model=True)) as server:
-        for model in ("fake", "gpt-image-1", "../../etc/passwd"):
-            assert server.post(OPENAI, {"prompt": "fox", "model": model}).status_code == 200
-        assert server.http.get("/v1/models/gpt-image-1").status_code == 404
-        *_, completed = events_of(server.post(OPENAI, {"prompt": "fox", "model": "dall-e-3", "stream": True}))
-        assert opened(completed["b64_json"]).size == (64, 48), "events have no URL"
 
 
 @pytest.mark.parametrize(
@@ -672,15 +627,6 @@ def test_content_types_other_than_a_form(server, kind):
     assert answer.status_code == 415 and "multipart/form-data" in answer.json()["error"]["message"]
 
 
-def test_form_in_chunks(server):
-    """OpenAI's client for JavaScript sends files in chunks. The limit of the body holds for them too."""
-    body = PROMPT + FILE + END
-    pieces = [body[start : start + 100] for start in range(0, len(body), 100)]
-    assert server.post(EDITS, content=iter(pieces), headers=FORM).status_code == 200
-    answer = server.post(EDITS, content=iter([body[:-20], 300_000 * b"x"]), headers=FORM)
-    assert answer.status_code == 413 and answer.json()["error"]["code"] == "body_too_large"
-
-
 def test_form_with_a_large_file(monkeypatch, tmp_path):
     """Above 1 MiB it is a temporary file while it is read."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -825,15 +771,6 @@ def test_large_body_is_refused_by_its_header(server):
         assert b" 413 " in client.recv(4096), "answered before any of the body came"
 
 
-@pytest.mark.parametrize("path", [OPENAI, TEXT])
-def test_bodies_in_chunks(server, path):
-    """.NET's HttpClient sends bodies in chunks by default."""
-    body = b'{"prompt": "fox in chunks"}'
-    pieces = (body[start : start + 5] for start in range(0, len(body), 5))
-    assert server.post(path, content=pieces, headers=JSON_HEADER).status_code == 200
-    assert server.engine.calls[-1][0].prompt == "fox in chunks"
-
-
 def test_large_body_in_chunks_is_refused_before_it_ends(server):
     """The connection can be used again after the rest has come."""
     half = b"186a1\r\n" + 100_001 * b" " + b"\r\n"
@@ -879,21 +816,6 @@ def test_http_2_is_named(server, caplog):
     assert "Invalid HTTP" not in caplog.text
 
 
-def test_large_body_gets_an_answer_after_it_was_sent(server):
-    answer = server.post(OPENAI, {"prompt": 300_000 * "x"})
-    assert answer.status_code == 413 and answer.json()["error"]["code"] == "body_too_large"
-
-
-def test_requests_that_are_not_http(server):
-    with server.connect() as client:
-        client.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20 + b"\r\n\r\n")
-        assert b" 400 " in client.recv(4096)
-    with server.connect() as client:
-        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + 70_000 * b"a")
-        assert b" 400 " in client.recv(4096), "the head is too large"
-    assert server.http.get("/health").status_code == 200
-
-
 @pytest.mark.parametrize("config", [AppConfig(), AppConfig(api_key=KEY, origins=("https://good.example",))])
 def test_lifespan_and_websockets_in_another_server(config, caplog):
     """Other servers send events of the lifespan, and pass on handshakes of websockets, which they answer with 403."""
@@ -909,16 +831,6 @@ def test_lifespan_and_websockets_in_another_server(config, caplog):
 
 
 # Hosts and origins
-
-
-def test_allowed_hosts(server):
-    for host in ("localhost", "127.0.0.1:80", "[::1]:80", "x"):
-        assert server.http.get("/health", headers={"Host": host}).status_code == 200
-    for host in ("evil.example", "127.0.0.1.evil.example", ""):
-        assert server.http.get("/v1/models", headers={"Host": host}).status_code == 400
-    with serving(config=AppConfig(api_key=KEY)) as other:
-        headers = {"Host": "any.example", "Authorization": f"Bearer {KEY}"}
-        assert other.http.get("/v1/models", headers=headers).status_code == 200, "with a key, any host is allowed"
 
 
 def test_probes_by_any_name_of_the_server(server):
@@ -1008,45 +920,24 @@ def test_preflight_of_a_private_network(origin):
         assert allows not in preflight(server, "https://good.example").headers
         put = preflight(server, "https://good.example", method="PUT", **{asked: "true"})
         assert put.status_code == 405 and allows not in put.headers
+        assert put.headers["allow"] == "POST" and put.json()["error"]["message"]
+        assert put.headers["access-control-allow-origin"] == origin
         if origin != "*":
             evil = preflight(server, "https://evil.example", **{asked: "true"})
             assert evil.status_code == 403 and allows not in evil.headers
 
 
 def test_other_origins_are_refused(server):
+    """In JSON, also their preflights, which Starlette would answer in plain text."""
     page = {"Origin": "https://evil.example"}
-    for path in (OPENAI, EDITS, TEXT, "/sdapi/v1/interrupt", "/sdapi/v1/options"):
-        for answer in (
-            server.post(path, {"prompt": "fox"}, headers=page),
-            preflight(server, page["Origin"], path=path),
-        ):
+    for path in (OPENAI, EDITS, TEXT, "/sdapi/v1/interrupt", "/sdapi/v1/options", "/sdapi/v1/nosuch"):
+        asked, sent = preflight(server, page["Origin"], path=path), server.post(path, {"prompt": "fox"}, headers=page)
+        for answer in (asked, sent):
             assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
             body = answer.json()
             message = body["error"]["message"] if path.startswith("/v1/") else body["detail"]
             assert "--allow-origin" in message and "'https://evil.example'" in message
-
-
-@pytest.mark.parametrize(
-    ("option", "sent"),
-    [
-        ("https://ok.example:443", "https://ok.example"),
-        ("https://ok.example", "https://ok.example:443"),
-        ("HTTP://OK.example:80", "http://ok.example"),
-        ("https://ok.example.", "https://ok.example"),
-        ("https://ok.example:8443", "https://OK.example.:8443"),
-        ("http://[2001:DB8::5]:80", "http://[2001:db8::5]"),
-    ],
-)
-def test_origins_are_compared_as_dns_does(option, sent):
-    """The answer repeats the origin as the browser wrote it, because browsers compare it with theirs."""
-    others = ("http://ok.example:443", "https://ok.example:444", "https://ok.example.evil", "https://not-ok.example")
-    with serving(config=AppConfig(steps=1, origins=(option,))) as server:
-        asked = preflight(server, sent)
-        assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, sent)
-        answer = server.post(OPENAI, {"prompt": "fox"}, headers={"Origin": sent})
-        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, sent)
-        for other in others:
-            assert preflight(server, other).status_code == 403, other
+    assert server.count("requests_total", endpoint="other", status="403") >= 2
 
 
 @pytest.mark.parametrize(
@@ -1063,19 +954,6 @@ def test_refused_origin_is_named_with_a_remedy_that_works(server, origin, remedy
     assert error["message"].startswith(f"web pages of {origin!r} are not allowed: {remedy}")
     if "--allow-origin" in error["message"]:
         assert AppConfig(origins=(origin,)).is_allowed_origin(origin)
-
-
-def test_refusals_of_preflights_are_json():
-    """Starlette's own are plain text. A page of an allowed origin may read them."""
-    with serving(config=AppConfig(origins=("https://good.example",))) as server:
-        for path, counted in ((OPENAI, OPENAI), ("/sdapi/v1/nosuch", "other")):
-            evil = preflight(server, "https://evil.example", path=path)
-            assert evil.status_code == 403 and "'https://evil.example'" in evil.text and "--allow-origin" in evil.text
-            assert ("error" if path == OPENAI else "detail") in evil.json()
-            assert server.count("requests_total", endpoint=counted, status="403") == 1
-        put = preflight(server, "https://good.example", method="PUT")
-        assert put.status_code == 405 and put.headers["allow"] == "POST" and put.json()["error"]["message"]
-        assert put.headers["access-control-allow-origin"] == "https://good.example"
 
 
 def test_bugs_outside_of_the_checks_are_json(monkeypatch):
@@ -1114,13 +992,21 @@ def test_own_page_is_allowed(server):
 
 
 def test_allowed_origins():
+    """The answer repeats the origin as the browser wrote it, because browsers compare it with theirs."""
     with serving(config=AppConfig(steps=2, api_key=KEY, origins=("https://good.example",))) as server:
-        allowed = preflight(server, "https://good.example")
-        assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == "https://good.example"
-        assert preflight(server, "https://evil.example").status_code == 403
-        for origin, status in (("https://good.example", 200), ("https://evil.example", 403)):
+        for origin, status in (
+            ("https://good.example", 200),
+            ("https://GOOD.example", 200),
+            ("https://no.example", 403),
+        ):
+            asked = preflight(server, origin)
+            assert asked.status_code == status
             headers = {"Origin": origin, "Authorization": f"Bearer {KEY}"}
-            assert server.post(OPENAI, {"prompt": "fox"}, headers=headers).status_code == status
+            answer = server.post(OPENAI, {"prompt": "fox"}, headers=headers)
+            assert answer.status_code == status
+            if status == 200:
+                assert asked.headers["access-control-allow-origin"] == origin
+                assert answer.headers["access-control-allow-origin"] == origin
 
 
 def test_refusals_have_cors_headers_for_allowed_origins(monkeypatch):
@@ -1150,7 +1036,6 @@ def test_refused_host_has_cors_headers_for_allowed_origins():
         headers = {"Origin": "https://good.example", "Host": "other.example"}
         answer = server.post(OPENAI, {"prompt": "fox"}, headers=headers)
         assert answer.status_code == 400 and answer.headers["access-control-allow-origin"] == "https://good.example"
-        assert server.count("requests_total", endpoint=OPENAI, status="400") == 1
 
 
 ORIGINS = (
@@ -1165,13 +1050,24 @@ ORIGINS = (
 )
 
 
-def test_origins_of_extensions_and_desktop_shells():
-    with serving(config=AppConfig(steps=1, origins=ORIGINS)) as server:
-        for origin in ORIGINS:
-            assert preflight(server, origin).headers["access-control-allow-origin"] == origin
-            answer = server.post(OPENAI, {"prompt": "fox"}, headers={"Origin": origin})
-            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, origin)
-        assert server.post(OPENAI, {"prompt": "fox"}, headers={"Origin": "app://other"}).status_code == 403
+@pytest.mark.parametrize(
+    ("option", "sent"),
+    [
+        *((origin, origin) for origin in ORIGINS),
+        ("https://ok.example:443", "https://ok.example"),
+        ("https://ok.example", "https://ok.example:443"),
+        ("HTTP://OK.example:80", "http://ok.example"),
+        ("https://ok.example.", "https://ok.example"),
+        ("https://ok.example:8443", "https://OK.example.:8443"),
+        ("http://[2001:DB8::5]:80", "http://[2001:db8::5]"),
+    ],
+)
+def test_origins_of_pages_extensions_and_desktop_shells(option, sent):
+    """They are compared as DNS does."""
+    config = AppConfig(origins=(option,))
+    assert config.is_allowed_origin(sent)
+    for other in ("http://ok.example:443", "https://ok.example:444", "https://ok.example.evil", "app://other"):
+        assert not config.is_allowed_origin(other), other
 
 
 @pytest.mark.parametrize(
@@ -1250,7 +1146,9 @@ def test_openapi_schema_has_all_bounds_and_answers():
 
 def test_ratio_zero_is_one_ratio():
     """-0.0 equals 0.0, but is another text: in files, in their names, and in the options."""
-    assert json.dumps(Job("fox", 64, 64, -0.0, seed=0).settings()) == json.dumps(Job("fox", 64, 64, 0, 0).settings())
+    assert json.dumps(Job("fox", Size(64, 64), -0.0, seed=0).settings()) == json.dumps(
+        Job("fox", Size(64, 64), 0, 0).settings()
+    )
     with serving() as server:
         body = server.post(OPENAI, {"prompt": "fox", "tome_ratio": -0.0}).json()
         assert opened(body["data"][0]["b64_json"]).text["parameters"].count("Token merging ratio: 0.0") == 1
@@ -1324,23 +1222,14 @@ def test_health_reports_the_reason():
     """The application is asked itself, because a server whose image thread has failed ends at its next tick."""
     with serving() as server:
         client = TestClient(server.server.config.app, "http://localhost")
-        server.queue.state = "failed"
+        server.pool.state = "failed"
         answer = client.get("/health")
         assert answer.status_code == 503
-        assert answer.json() == {"state": "failed", "reason": server.queue.unhealthy_reason}
+        assert answer.json() == {"state": "failed", "reason": server.pool.unhealthy_reason}
         assert client.head("/health").status_code == 503
 
 
 # Failures, metrics, keys
-
-
-def test_failing_pipeline_is_500_and_the_server_continues(server):
-    answer = server.post(OPENAI, {"prompt": "explode"})
-    assert answer.status_code == 500
-    assert answer.json()["error"]["code"] == "generation_failed" and "secret" not in answer.text
-    answer = server.post(TEXT, {"prompt": "explode"})
-    assert answer.status_code == 500 and "secret" not in answer.text and isinstance(answer.json()["detail"], str)
-    assert server.post(OPENAI, {"prompt": "fox"}).status_code == 200
 
 
 def test_metrics():

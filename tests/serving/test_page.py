@@ -1,4 +1,4 @@
-"""The page for browsers, in a real one: against the server with the bundled model, and with an engine of colours.
+"""The page works in a real browser: against the server with the bundled model, and with an engine of colours.
 
 The tests are skipped where there is no browser: apt-get install chromium, or name one with CHROMIUM=...
 """
@@ -80,7 +80,7 @@ class ColorEngine(FakeEngine):
 
     def paint(self, job):
         image = super().paint(job)
-        image.paste((job.seed % 256, round(80 * job.ratio), 0), (0, 0, job.width, job.height // 2))
+        image.paste((job.seed % 256, round(80 * job.ratio), 0), (0, 0, job.size.width, job.size.height // 2))
         return image
 
 
@@ -100,7 +100,7 @@ def bundled():
 
     config = AppConfig(guidance_scale=2.0, prompts=PROMPTS)
     with serving(load=load, name="emoji_sd", limits=limits, config=config) as server:
-        until(lambda: server.queue.state == "ready", 120)
+        until(lambda: server.pool.state == "ready", 120)
         yield server
 
 
@@ -401,7 +401,7 @@ def test_speed_is_a_spread_and_not_a_number_of_one_image(browser, fake):
         expect(page.locator("#left-spread")).to_contain_text("28 steps")
         assert [call[0].ratio for call in fake.engine.calls[-6:]] == [0, 0.5] * 3
         fake.engine.seconds = {0.0: 0.1, 0.5: 0.1}  # long: other processes may take milliseconds of a step
-        generate(page, steps=9, seed=3)
+        generate(page, steps=6, seed=3)
         expect(page.locator("#speed")).to_have_text("about the same")
         expect(page.locator("#speed-note")).to_contain_text("the spreads overlap")
 
@@ -684,10 +684,10 @@ def test_server_that_is_not_ready_is_asked_again(browser, fake):
     with opened(browser, fake, refusals=[503]) as page:
         fill(page, seed=21)
         page.clock.install()
-        fake.queue.state = "loading"
+        fake.queue.refuse("the server is not ready: loading", 5)
         page.click("#generate")
         expect(page.locator("#phase")).to_have_text("The server is not ready. Trying again in 5 s.")
-        fake.queue.state = "ready"
+        fake.queue.open()
         page.clock.fast_forward(5_000)
         expect(page.locator("#phase")).to_contain_text("Done: PSNR")
 

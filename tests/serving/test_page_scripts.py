@@ -1,4 +1,4 @@
-"""The page's scripts that need no document, in Node's own test runner: tests/serving/page/*.test.js."""
+"""The page's scripts that need no document pass their tests in Node: tests/serving/page/*.test.js."""
 
 import json
 import shutil
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from ppdiffusers_tome.run.manifest import Size
 from ppdiffusers_tome.serving.app import FOLDER
 from ppdiffusers_tome.serving.jobs import Job
 from ppdiffusers_tome.serving.png import encode_png
@@ -27,7 +28,9 @@ def test_scripts(tmp_path):
     for test in Path(__file__).with_name("page").glob("*.test.js"):
         shutil.copy(test, tmp_path)
     (tmp_path / "package.json").write_text('{"type": "module"}')
-    job = Job("a fox, 狐", 48, 64, ratio=0.5, seed=7, negative_prompt="red", steps=9, guidance_scale=2.5, strength=0.4)
+    job = Job(
+        "a fox, 狐", Size(48, 64), ratio=0.5, seed=7, negative_prompt="red", steps=9, guidance_scale=2.5, strength=0.4
+    )
     (tmp_path / "made.png").write_bytes(encode_png(Image.new("RGB", (64, 48)), job, Source()))
     made = {key: value for key, value in job.settings().items() if key not in ("width", "height")}
     (tmp_path / "made.json").write_text(json.dumps({**made, "size": "64x48"}))

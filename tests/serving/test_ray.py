@@ -1,4 +1,4 @@
-"""Serving and generation on Ray, also with engines that are killed. Only `make test-ray` runs it; it takes minutes."""
+"""On Ray, engines and nodes that die lose no request and no prompt. Only `make test-ray` runs it; it takes minutes."""
 
 import argparse
 import gc
@@ -24,6 +24,7 @@ from serving_support import MALFORMED_HOSTS, OPENAI, until
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.commands import image_options
+from ppdiffusers_tome.run.manifest import Size
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE
 from ppdiffusers_tome.serving.jobs import AbandonedError, Job
 from ppdiffusers_tome.serving.prompt_file import Prompt
@@ -387,12 +388,13 @@ def test_lost_node_loses_no_prompt(nodes, exported_folder, tmp_path):
 POISON = """
 import os, json, sys, time
 from PIL import Image
+from ppdiffusers_tome.run.manifest import Size
 from ppdiffusers_tome.serving.jobs import AbandonedError, EngineLostError, GenerationError, Job
 from ppdiffusers_tome.serving.prompt_file import Prompt
 from ppdiffusers_tome.serving.ray_engines import RayError, RemoteEngine, generate_on_ray, ray_session
 
 class Engine:
-    name, sampler, methods, can_batch = "model", "DDIM", {}, True
+    name, sampler, methods, can_batch, program_loads = "model", "DDIM", {}, True, 1
     def load_next(self):
         return False
     def count_tokens(self, prompt):
@@ -418,7 +420,7 @@ def crash(log=sys.argv[1]):
         file.write("x")
     os._exit(1)
 
-prompts = [Prompt(i, Job(text, 8, 8, 0.5, seed=i)) for i, text in enumerate(["a", "die", "black"])]
+prompts = [Prompt(i, Job(text, Size(8, 8), 0.5, seed=i)) for i, text in enumerate(["a", "die", "black"])]
 with ray_session(None, 1, 0, shows_logs=False):
     made = {p.index: d if isinstance(d, str) else "png"
              for p, d in generate_on_ray(Engine, 1)([prompts[:1], prompts[1:2], prompts[2:]])}
@@ -431,15 +433,16 @@ with ray_session(None, 1, 0, shows_logs=False):
     for text in ("die", "hang", "black", "stop", "a"):
         engine = RemoteEngine(Engine, 1, 0, hung_seconds=3)
         steps = []
-        def should_stop(*step):
+        def should_stop(step, count):
             steps.append(step)
-            return step == (7, 9)
+            return (step, count) == (7, 9)
         try:
-            outcomes[text] = len(engine.generate([Job(text, 8, 8, 0.5, seed=0)], should_stop))
+            outcomes[text] = len(engine.generate([Job(text, Size(8, 8), 0.5, seed=0)], should_stop))
         except (AbandonedError, EngineLostError, GenerationError) as error:
             outcomes[text] = type(error).__name__
         if text == "stop":  # the next call is not stopped
-            outcomes["after stop"] = len(engine.generate([Job("a", 8, 8, 0.5, seed=0)], lambda *step: False))
+            again = engine.generate([Job("a", Size(8, 8), 0.5, seed=0)], lambda step, steps: False)
+            outcomes["after stop"] = len(again)
         try:
             outcomes["tokens after " + text] = engine.count_tokens("a")[0]
         except EngineLostError as error:
@@ -458,7 +461,7 @@ with ray_session(None, 1, 0, shows_logs=False):
     engine = RemoteEngine(Engine, 1, 0, 1000, should_stop=lambda: bool(closing))
     closing.append(True)
     try:
-        engine.generate([Job("hang", 8, 8, 0.5, seed=0)])
+        engine.generate([Job("hang", Size(8, 8), 0.5, seed=0)])
     except AbandonedError as error:
         outcomes["close while running"] = str(error)
 print("RESULT", json.dumps([made, outcomes]))
@@ -496,13 +499,13 @@ def test_engines_that_die_hang_or_do_not_load(tmp_path):
 class FakeRemoteEngine:
     """In this process. What it generates depends on the prompt, and it counts its calls."""
 
-    name, sampler, methods, can_batch = "model", "DDIM", {}, True
+    name, sampler, methods, can_batch, program_loads = "model", "DDIM", {}, True, 0
     calls = 0
 
     def __init__(self, load, cpus, gpus, hung_seconds, should_stop):
         self.should_stop = should_stop
 
-    def generate(self, jobs):
+    def generate(self, jobs, should_stop=None):
         FakeRemoteEngine.calls += 1
         prompt = jobs[0].prompt
         if prompt == "exit":
@@ -521,7 +524,7 @@ def fake_engines(monkeypatch):
 
 
 def batches_of(*prompts):
-    return [[Prompt(index, Job(prompt, 8, 8, 0.5, seed=index))] for index, prompt in enumerate(prompts)]
+    return [[Prompt(index, Job(prompt, Size(8, 8), 0.5, seed=index))] for index, prompt in enumerate(prompts)]
 
 
 @pytest.mark.parametrize("prompt", ["broken", "exit"])

@@ -1,4 +1,4 @@
-"""Connections and signals: clients that read nothing or stop sending, and the shutdown."""
+"""The server ends in time, whatever its clients and its engine do: those that read nothing, stop sending or hang."""
 
 import logging
 import os
@@ -10,13 +10,16 @@ import sys
 import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 import uvicorn
 from serving_support import OPENAI, read_answer, serving, until
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ppdiffusers_tome.serving.app_config import AppConfig
+from ppdiffusers_tome.serving.server import _is_about_this_server
 
 ROOT = Path(__file__).parents[2]
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -63,7 +66,7 @@ def is_closed(client):
 
 
 def test_shutdown_does_not_wait_for_a_client_that_reads_nothing(log):
-    with serving(seconds=5) as server, client_that_reads_nothing(server):
+    with serving(seconds=1) as server, client_that_reads_nothing(server):
         server.server.handle_exit(signal.SIGTERM, None)
         server.thread.join()
         assert not server.server.server_state.connections and not server.server.server_state.tasks
@@ -119,9 +122,12 @@ SERVER = """
 import sys, threading
 from serving_support import LIMITS, FakeEngine
 from ppdiffusers_tome.serving.app import create_app
-from ppdiffusers_tome.serving.queue import ImageQueue
-from ppdiffusers_tome.serving.server import serve
 from ppdiffusers_tome.serving.app_config import AppConfig
+from ppdiffusers_tome.serving.engines import ServedModel
+from ppdiffusers_tome.serving.pool import EnginePool
+from ppdiffusers_tome.serving.prometheus import Metrics
+from ppdiffusers_tome.serving.queue import JobQueue
+from ppdiffusers_tome.serving.server import serve
 
 class Stuck(FakeEngine):
     def generate(self, jobs, should_stop=None):
@@ -129,8 +135,10 @@ class Stuck(FakeEngine):
             threading.Event().wait()
         return super().generate(jobs, should_stop)
 
-queue = ImageQueue(Stuck, "fake", LIMITS)
-serve(queue, create_app(queue, AppConfig()), port=0, seconds=float(sys.argv[1]))
+metrics = Metrics()
+pool = EnginePool(Stuck, JobQueue(metrics), metrics)
+app = create_app(ServedModel("fake", "DDIM", {}, LIMITS), pool, metrics, AppConfig())
+serve(pool, app, port=0, seconds=float(sys.argv[1]))
 """
 
 
@@ -157,7 +165,7 @@ def process(tmp_path, seconds):
 
 
 def test_stuck_call_does_not_keep_the_process_alive(tmp_path):
-    with process(tmp_path, seconds=3) as (server, url, log):
+    with process(tmp_path, seconds=1) as (server, url, log):
         request = threading.Thread(target=ask, args=(url,))
         request.start()
         until(lambda: "running_images 1.0" in httpx.get(f"{url}/metrics").text)
@@ -177,3 +185,12 @@ def test_answers_are_sent_without_delay():
         server.http.get("/health")
         (connection,) = server.server.server_state.connections
         assert connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_uvicorns_advice_about_websockets_is_not_logged(caplog):
+    """It names packages to install, and no route has websockets. That a client asked for one is logged."""
+    server = logging.getLogger("a server")
+    server.addFilter(_is_about_this_server)
+    connection = SimpleNamespace(logger=server, _should_upgrade_to_ws=lambda: False)
+    H11Protocol._unsupported_upgrade_warning(connection)
+    assert caplog.messages == ["Unsupported upgrade request."]

@@ -9,6 +9,7 @@ from pathlib import Path
 from PIL import Image, ImageOps
 
 from ppdiffusers_tome.errors import ToMeConfigError
+from ppdiffusers_tome.run.manifest import Size
 from ppdiffusers_tome.serving.jobs import MAX_SEED, Job, seed_after
 from ppdiffusers_tome.serving.prompt_file import Prompt
 
@@ -45,7 +46,7 @@ class Evaluation:
     def jobs(self, arm: Arm) -> list[Prompt]:
         """The images of an arm. `strength` of its steps run, so an arm with steps of its own has more."""
         steps = self.steps if arm.steps is None else round(arm.steps / (self.strength or 1))
-        job = Job("", self.size, self.size, arm.ratio, 0, "", steps, self.guidance_scale)
+        job = Job("", Size(self.size, self.size), arm.ratio, 0, "", steps, self.guidance_scale)
         offset = 2**31 if arm.other_seed else 0
         prompts = []
         for n, (text, seed) in enumerate(self.prompts):

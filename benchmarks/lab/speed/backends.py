@@ -22,6 +22,8 @@ from ppdiffusers_tome.export.tracing import save
 from ppdiffusers_tome.files import write_file
 from ppdiffusers_tome.inference import ProgramFile, Size, choose_runtime
 from ppdiffusers_tome.run.folder import ONNX_WEIGHTS, ExportedFolder
+from ppdiffusers_tome.run.formats import RUNTIME_FORMATS
+from ppdiffusers_tome.run.manifest import PlannedProgram
 from ppdiffusers_tome.run.onnx_weights import SharedWeights
 
 from ..arm import BUILT_IN, Arm
@@ -119,7 +121,8 @@ class ProgramBackend(Backend):
     def __init__(self, name: str, workload: Workload, threads: int, programs: Path) -> None:
         super().__init__(name, workload, threads, programs)
         self._runtime = choose_runtime(threads=threads, **PROGRAMS[name])
-        self._converter = Converter() if self._runtime.format == "onnx" else None
+        self._format = RUNTIME_FORMATS[PROGRAMS[name]["runtime"]]
+        self._converter = Converter() if self._format == "onnx" else None
         planned = sum(one.arm.backend in PROGRAMS for one in workload.case.with_status(PLANNED))
         self._stays_loaded = planned * workload.weights * MEMORY_SHARE <= available_bytes()
         self._loaded: dict[Arm, Run] = {}
@@ -142,7 +145,7 @@ class ProgramBackend(Backend):
 
     def peak_memory(self, arm: Arm) -> int | None:
         self.output(arm)
-        return self._peaks[arm] if self._runtime.format == "paddle" else None  # Paddle counts its own only
+        return self._peaks[arm] if self._format == "paddle" else None  # Paddle counts its own only
 
     def release(self, arm: Arm) -> None:
         self._loaded.pop(arm, None)
@@ -154,13 +157,13 @@ class ProgramBackend(Backend):
     def _export(self, arm: Arm) -> ProgramFile:
         """The program of an arm, which is traced unless it is cached."""
         workload, size = self.workload, self.workload.case.size
-        key = program_key(size, arm.by, arm.config, self._runtime.format)
+        key = program_key(size, arm.by, arm.config, self._format)
         file = self._cache.load_program(key)
         if file is None:
             shutil.rmtree(self.programs / key, ignore_errors=True)  # of a process that ended while it wrote
             traceable = workload.traceable()
             self.attach(getattr(traceable.layer, "unet", traceable.layer), arm)
-            planned = ProgramFile("unet", size=Size(size, size), ratio=arm.ratio)
+            planned = PlannedProgram("unet", Size(size, size), arm.ratio)
             file = save(traceable, planned, self.programs, key, workload.dims, self.threads, self._converter)
             file = self._share_weights(file, key)
             self._cache.store_program(file, key)
@@ -169,7 +172,7 @@ class ProgramBackend(Backend):
     def _share_weights(self, file: ProgramFile, key: str) -> ProgramFile:
         """The program with weights that are on the disk once for all arms."""
         if file.onnx is None:
-            own = self.programs / str(file.params)
+            own = self.programs / file.paddle_files[1]
             params = share_weights(own, [path for path in self.programs.glob("*/*.pdiparams") if path != own])
             if params != own:
                 os.link(params, own)

@@ -1,4 +1,4 @@
-"""How many rows each layer of a denoiser gets in a pass, for counting operations: what is known of its parts."""
+"""How often a pass applies the weights of each layer of a denoiser: what is known of its parts, for counting MACs."""
 
 from collections.abc import Iterator
 
@@ -10,8 +10,8 @@ from .models import MergeableBlock, find_blocks
 from .stream import Text
 
 
-def rows_of_layers(denoiser: nn.Layer, latent: Grid, text: int, frames: int) -> Iterator[tuple[nn.Layer, int]]:
-    """The linear layers and convolutions of a denoiser outside of the layers that can merge, each with its rows.
+def applications_of_layers(denoiser: nn.Layer, latent: Grid, text: int, frames: int) -> Iterator[tuple[nn.Layer, int]]:
+    """The linear layers and convolutions of a denoiser outside layers that can merge, and how often each is applied.
 
     Args:
         denoiser: the model; `models.is_countable` must be true for it.
@@ -20,13 +20,13 @@ def rows_of_layers(denoiser: nn.Layer, latent: Grid, text: int, frames: int) -> 
         frames: latent frames of a video.
     """
     if hasattr(denoiser, "down_blocks"):
-        yield from _rows_of_unet(denoiser, latent)
+        yield from _applications_of_unet(denoiser, latent)
         return
     blocks = find_blocks(denoiser)
-    yield from _rows_of_transformer(denoiser, frames * blocks[0].grid(latent).tokens, text, blocks)
+    yield from _applications_of_transformer(denoiser, frames * blocks[0].grid(latent).tokens, text, blocks)
 
 
-def _rows_of_unet(unet: nn.Layer, latent: Grid) -> Iterator[tuple[nn.Layer, int]]:
+def _applications_of_unet(unet: nn.Layer, latent: Grid) -> Iterator[tuple[nn.Layer, int]]:
     pixels = latent.tokens  # after the last convolution that embeds a ControlNet's image; more after those before it
     for conv in reversed(list(getattr(unet, "controlnet_cond_embedding", nn.Layer()).sublayers())):
         if isinstance(conv, nn.Conv2D):
@@ -42,7 +42,7 @@ def _rows_of_unet(unet: nn.Layer, latent: Grid) -> Iterator[tuple[nn.Layer, int]
             yield layer, grid_at(latent, level_of(unet, path)).tokens if ".attentions." in path else 1
 
 
-def _rows_of_transformer(
+def _applications_of_transformer(
     transformer: nn.Layer, tokens: int, text: int, blocks: list[MergeableBlock]
 ) -> Iterator[tuple[nn.Layer, int]]:
     family = blocks[0].family
@@ -56,16 +56,16 @@ def _rows_of_transformer(
         if prefix and names[0] in facts_by_prefix[prefix].merging_layers:
             continue
         if any(name.startswith(family.timestep_layers) for name in names):
-            rows = 1  # embeddings of the timestep, and norms that it modulates
+            times = 1  # embeddings of the timestep, and norms that it modulates
         elif not text_layers.isdisjoint(names):
-            rows = text
+            times = text
         elif not set(family.image_layers).isdisjoint(names):
-            rows = family.image_tokens
+            times = family.image_tokens
         elif prefix:
-            rows = tokens + text  # the MLP of a single-stream block, and its last projection
+            times = tokens + text  # the MLP of a single-stream block, and its last projection
         else:
-            rows = tokens
-        yield layer, rows
+            times = tokens
+        yield layer, times
 
 
 def attentions_of_text(denoiser: nn.Layer) -> Iterator[nn.Linear]:
@@ -79,10 +79,10 @@ def attentions_of_text(denoiser: nn.Layer) -> Iterator[nn.Linear]:
             yield layer
 
 
-def rows_of_attention(
+def applications_of_attention(
     block: MergeableBlock, name: str, layer: nn.Layer, queries: int, keys: int, text: int
 ) -> Iterator[tuple[nn.Layer, int]]:
-    """The linear layers in an attention or feed-forward layer of a block, each with its rows.
+    """The linear layers in an attention or feed-forward layer of a block, and how often each is applied.
 
     Args:
         block: the block.
@@ -97,8 +97,8 @@ def rows_of_attention(
     for path, part in layer.named_sublayers():
         if isinstance(part, nn.Linear):
             first = path.split(".")[0]
-            rows = (keys if first in (names.image.k, names.image.v) else queries) + text_in_sequence
-            yield part, (image or text) if first in second_stream else rows
+            times = (keys if first in (names.image.k, names.image.v) else queries) + text_in_sequence
+            yield part, (image or text) if first in second_stream else times
 
 
 def attention_width(block: MergeableBlock, layer: nn.Layer) -> tuple[int, int]:
