@@ -266,14 +266,51 @@ def by_runtime(backend: str) -> list[str]:
     return [milliseconds(plain_of(row, "scenes_unet")), milliseconds(row), gain_of(row, "scenes_unet")]
 
 
-def gpu_gain(size: str) -> list[str]:
-    """On a GPU at batch 2: the gain of the default, and of todo, which keeps as many keys."""
-    return [on_gpu(size, "2", "onnxruntime", name) for name in (DEFAULT, TODO)]
+def gpu_gain(size: str, batch: str = "2") -> list[str]:
+    """On a GPU: the gain of the default, and of todo, which keeps as many keys."""
+    return [on_gpu(size, batch, "onnxruntime", name) for name in (DEFAULT, TODO)]
 
 
 def cpu_gain(backend: str, size: str) -> list[str]:
     """Stable Diffusion 1.5's UNet on a CPU at batch 2, as `gpu_gain`."""
     return [on_cpu(backend, size, name) for name in (DEFAULT, TODO)]
+
+
+def scenes_gain(backend: str) -> list[str]:
+    """The UNet of `scenes_sd` at 256 px on a CPU, as `gpu_gain`."""
+    return [gain_of(arm("scenes_unet", name, backend, 256), "scenes_unet") for name in (DEFAULT, TODO)]
+
+
+def image_gain(images: str) -> list[str]:
+    """Whole images in ONNX Runtime, as `gpu_gain`."""
+    return [image_speed_up(images, ONNX_RUNTIME, *name.split()) for name in (DEFAULT, TODO)]
+
+
+def demo(*name: str) -> list[str]:
+    """What `make demo` prints of an arm, with the times of a pass in eager mode: the demo ran on a busy machine."""
+    wanted = " ".join(name)
+    (row,) = [row for row in read("demo")["arms"] if row["arm"] == wanted]
+    timed = arm("scenes_unet", wanted, size=256)
+    assert timed is not None
+    seconds, peak = f"{statistics.median(timed['seconds']):.2f}", f"{row['peak_bytes'] / 1e6:.0f}"
+    if row["config"] is None:
+        return [seconds, *[NOT_MEASURED] * 3, peak, NOT_MEASURED]
+    distance = f"{row['psnr']:.1f}", f"{row['ssim']:.3f}"
+    return [seconds, gain_of(timed, "scenes_unet"), *distance, peak, f"{100 * row['macs_saved']:.1f} %"]
+
+
+def exported_pass(size: str) -> list[str]:
+    """Seconds of a pass of Stable Diffusion 1.5 that is exported; time and memory of `compare` were not measured."""
+    (row,) = [row for row in arms(f"sd15_exported_{size}") if row["arm"] == Arm(backend=ONNX_RUNTIME)]
+    return [f"{statistics.median(row['seconds']):.1f} s", NOT_MEASURED, NOT_MEASURED]
+
+
+def rehearsal() -> list[str]:
+    """`compare` with a model of Stable Diffusion 1.5's sizes on a CPU: a pass, all of it, and memory."""
+    result = read("rehearsal_sd15")
+    cost, plain = result["compare"], result["result"]["arms"][0]
+    spent = f"{cost['seconds'] / 60:.0f} min", f"{cost['peak_bytes'] / 1e9:.1f} GB"
+    return [f"{plain['step_seconds']:.0f} s", *spent]
 
 
 def loader_gain(loader: str) -> list[str]:
@@ -318,6 +355,11 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
     "loader_gain": loader_gain,
     "gpu_gain": gpu_gain,
     "cpu_gain": cpu_gain,
+    "scenes_gain": scenes_gain,
+    "image_gain": image_gain,
+    "demo": demo,
+    "exported_pass": exported_pass,
+    "rehearsal": rehearsal,
     "sdxl_block": sdxl_block,
     "choice": choice,
     "by_runtime": by_runtime,
@@ -413,7 +455,7 @@ def table_of_images() -> str:
     """Each of ARMS: the gain over plain in scenes, and PSNR and ST-LPIPS in all sets."""
     runtimes = {"onnxruntime": "ONNX Runtime", "paddle": "Paddle Inference"}
     head = ["arm", *runtimes.values()] + [
-        f"{words}, {measure}" for words in SETS.values() for measure in ("dB", "LPIPS")
+        f"{words}, {measure}" for words in SETS.values() for measure in ("dB", "ST-LPIPS")
     ]
     rows = []
     for name in ARMS:

@@ -530,7 +530,7 @@ def report(options: argparse.Namespace) -> None:
         f"# {(__doc__ or '').splitlines()[0].removesuffix('.')}\n",
         "Milliseconds of a pass in float16 with random weights (medians of rounds in which the arms take turns);",
         "the gain over plain in the same runtime and form, and of plain in a form over plain beside the forms: the",
-        "quotient of both medians, or no difference where the quartiles of the rounds' own ratios include 1; and",
+        "median of the ratios within the rounds, or no difference where their quartiles include 1; and",
         "the memory that a pass takes beside the weights, in PyTorch with them. Inputs and outputs are on the GPU.",
         "Without a form, ONNX Runtime has channels last, as the package's `OnnxRuntime`.\n",
         *table(["one pass", *heads], [[arm, *(text_of(cell, arm) for cell in cells)] for arm in arms]),

@@ -1,4 +1,4 @@
-"""MkDocs hook of the site: pages and pictures from outside of docs/, and links that lead out of it.
+"""MkDocs hook of the site: pages, examples and pictures from outside of docs/, and links that lead out of it.
 
 A page of the site is a document of the repository, with its links from where it stands there: those to other documents
 and pictures become the site's, and the documents become pages. All others lead to the repository (`repo_url` in
@@ -33,11 +33,23 @@ def on_files(files, config):
         for _, target in LINK.findall(page.content_string):
             path = in_repository(target.partition("#")[0], page.src_uri)
             is_new = (ROOT / path).is_file() and files.get_file_from_path(in_site(path)) is None
-            if is_new and path.endswith((".md", ".png", ".jpg")):
+            if is_new and is_example(path):
+                files.append(File.generated(config, in_site(path), content=example(path)))
+            elif is_new and path.endswith((".md", ".png", ".jpg")):
                 files.append(File.generated(config, in_site(path), abs_src_path=str(ROOT / path)))
                 if path.endswith(".md"):
                     pages.append(files.get_file_from_path(path))
     return files
+
+
+def is_example(path: str) -> bool:
+    """Whether a path is that of a script in examples/, which becomes a page."""
+    return posixpath.dirname(path) == "examples" and path.endswith(".py")
+
+
+def example(path: str) -> str:
+    """A page with a script."""
+    return f"# `{posixpath.basename(path)}`\n\n```python\n{(ROOT / path).read_text(encoding='utf-8')}```\n"
 
 
 def reference(module: str) -> str:
@@ -97,5 +109,6 @@ def document_of(page: str) -> str:
 
 
 def in_site(path: str) -> str:
-    """The path in the site of a document or picture of the repository."""
-    return FRONT.get(path, path.removeprefix("docs/"))
+    """The path in the site of a document, script or picture of the repository."""
+    page = path.removesuffix(".py") + ".md" if is_example(path) else path
+    return FRONT.get(page, page.removeprefix("docs/"))

@@ -1,6 +1,6 @@
 """Export a merged pipeline as programs for ONNX Runtime, and generate with them; writes export_and_run.png.
 
-The export takes seconds with the bundled model, minutes with Stable Diffusion; it is written once, to build/.
+The export takes half a minute with the bundled model, minutes with Stable Diffusion; it is written once, to build/.
 """
 
 from pathlib import Path
@@ -10,7 +10,8 @@ import paddle
 from ppdiffusers import StableDiffusionPipeline
 from ppdiffusers_tome.inference import export_pipeline, load_pipeline
 
-# The bundled model. Of the hub: "runwayml/stable-diffusion-v1-5", for instance with sizes=[(512, 512)]
+# The bundled model. Of the hub, after ppdiffusers_tome.prepare_download(MODEL): "runwayml/stable-diffusion-v1-5", for
+# instance with sizes=[(512, 512)]
 MODEL = str(Path(__file__).parent / "emoji_sd")
 FOLDER = "build/exported"
 

@@ -7,7 +7,8 @@ import paddle
 from paddle.nn import functional
 from ppdiffusers import StableDiffusion3Pipeline
 
-# Of the hub: "stabilityai/stable-diffusion-3-medium-diffusers", here without its third text encoder, T5
+# Of the hub, after ppdiffusers_tome.prepare_download(MODEL): "stabilityai/stable-diffusion-3-medium-diffusers", here
+# without its third text encoder, T5. Whether merging makes it faster was not measured.
 MODEL = str(Path(__file__).parent / "tiny" / "sd3")
 
 if not hasattr(functional, "scaled_dot_product_attention_"):  # ppdiffusers 0.29 calls it, and defines it for GPUs only
@@ -19,4 +20,4 @@ paddle.seed(0)
 image = pipe("a photo of an owl on a branch", num_inference_steps=4).images[0]
 image.save("sd3.png")
 print("wrote sd3.png")
-print(pipe.tome_summary())
+print(pipe.tome_summary())  # the attention that it calls fused is fused on a GPU

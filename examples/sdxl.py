@@ -6,7 +6,8 @@ import ppdiffusers_tome  # adds pipe.apply_tome; before Paddle
 import paddle
 from ppdiffusers import StableDiffusionXLPipeline
 
-# Of the hub: "stabilityai/stable-diffusion-xl-base-1.0", which generates images of 1024 px
+# Of the hub, after ppdiffusers_tome.prepare_download(MODEL): "stabilityai/stable-diffusion-xl-base-1.0". At its own
+# 1024 px merging saves little of its work: leave it out there.
 MODEL = str(Path(__file__).parent / "tiny" / "sdxl")
 
 pipe = StableDiffusionXLPipeline.from_pretrained(MODEL, paddle_dtype=paddle.float32)  # float16 on a GPU

@@ -9,8 +9,8 @@ import ppdiffusers_tome  # adds pipe.tome; before Paddle
 import paddle
 from ppdiffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 
-# The bundled model is for 128 px: this shows how, not how well. Of the hub, with SIZE = 512:
-# "runwayml/stable-diffusion-v1-5"
+# The bundled model is for 128 px: this shows how, not how well. Of the hub, with SIZE = 512 and after
+# ppdiffusers_tome.prepare_download(MODEL): "runwayml/stable-diffusion-v1-5"
 MODEL, SIZE = str(Path(__file__).parent / "emoji_sd"), 128
 PROMPT, SETTINGS = "a 3d render of fox", {"num_inference_steps": 10, "guidance_scale": 2.0}
 

@@ -8,7 +8,8 @@ import paddle
 from ppdiffusers import TextToVideoSDPipeline
 from ppdiffusers.utils import export_to_gif
 
-# Of the hub: "damo-vilab/text-to-video-ms-1.7b"
+# Of the hub, after ppdiffusers_tome.prepare_download(MODEL): "damo-vilab/text-to-video-ms-1.7b". Whether merging makes
+# it faster was not measured.
 MODEL = str(Path(__file__).parent / "tiny" / "video")
 
 pipe = TextToVideoSDPipeline.from_pretrained(MODEL, paddle_dtype=paddle.float32)  # float16 on a GPU

@@ -25,6 +25,7 @@ if sys.argv[:1] != ["-m"] or sys.orig_argv[-len(sys.argv) - 1 :] != ["-m", __nam
     from .api import ToMeMixin, apply_tome, install_methods, remove_tome, tome
     from .config import ToMeConfig
     from .grid import Grid, choose_dst
+    from .hub import prepare_download
     from .methods.plan import MergePlan, merge, unmerge
     from .methods.tomesd import match_tokens
     from .summary import BlockSummary, ToMeSummary, tome_summary
@@ -49,6 +50,7 @@ __all__ = [
     "choose_dst",
     "match_tokens",
     "merge",
+    "prepare_download",
     "remove_tome",
     "tome",
     "tome_summary",

@@ -11,9 +11,9 @@ from .merge_options import add_merge_options
 
 DESCRIPTION = """\
 Generate each prompt plain and merged from the same noise. Write a sheet of the images and a JSON file
-of the figures for each size, and print the table: seconds per step, gain (plain's median divided by
-that of the method), PSNR and SSIM against plain, and peak memory. Steps are timed in turn, plain and
-merged, so that a busy machine slows all of them down alike."""
+of the figures for each size, and print the table: seconds per step, gain (plain's time divided by that
+of the method: the median over the rounds), PSNR and SSIM against plain, and peak memory. Steps are
+timed in turn, plain and merged, so that a busy machine slows all of them down alike."""
 EXAMPLE = """\
   python -m ppdiffusers_tome compare --model examples/scenes_sd --size 256 \\
       --method interlace todo --goal 1.4x --save build/tome.json"""

@@ -42,7 +42,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--model", type=Path, required=True, help="folder written by the command export")
     add_step_options(command)
     option("--size", help="px or WIDTHxHEIGHT in px, an exported one (default: the first)")
-    option("--ratio", type=float, help="share of tokens to merge (default: the first exported)")
+    option("--ratio", type=float, help="how much merging leaves out (default: the first exported)")
     option("--seed", type=int, default=0, help="of the first prompt; each further one adds 1 (default: %(default)s)")
     option("--negative-prompt", default="", help="what the images should not show")
     option("--batch", type=int, default=4, help="largest number of images in one pipeline call (default: %(default)s)")

@@ -72,8 +72,9 @@ class Figures:
     config: Merging | None  # None for plain
     rounds: list[float]  # seconds of each timed step
     step_seconds: float  # their median
-    gain: float | None  # plain's median divided by this one; None also if the rounds show no difference
-    gain_quartiles: tuple[float, float] | None  # of plain's step divided by this one's in each round
+    # Plain's step divided by this one's in each round: the median, None also if the rounds show no difference.
+    gain: float | None
+    gain_quartiles: tuple[float, float] | None
     psnr: float | None  # dB, the mean over the images, infinite for equal images
     ssim: float | None  # the mean over the images
     peak_bytes: int | None  # of memory in a timed step, with the weights; None where it is not known

@@ -1,9 +1,8 @@
-"""The clock of every measurement: wait for the device, take turns, compare by medians and quartiles."""
+"""The clock of every measurement: wait for the device, take turns, compare by the ratios within rounds."""
 
 import random
 import time
 from collections.abc import Iterable, Sequence
-from statistics import median
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -16,14 +15,14 @@ NO_DIFFERENCE = "no difference"
 class Gain(NamedTuple):
     """How many times as fast an arm is as plain; as text its factor, such as "1.60×", or "no difference"."""
 
-    factor: float  # plain's median divided by the arm's
-    low: float  # lower quartile of the ratios within the rounds
+    factor: float  # median of the ratios within the rounds: plain's time divided by the arm's
+    low: float  # lower and upper quartile of the same ratios
     high: float
 
     @property
     def is_difference(self) -> bool:
-        """Whether the rounds show one: their quartiles and the factor are on the same side of 1."""
-        return min(self) > 1 or max(self) < 1
+        """Whether the rounds show one: their quartiles are on the same side of 1."""
+        return self.low > 1 or self.high < 1
 
     def __str__(self) -> str:
         return f"{self.factor:.2f}×" if self.is_difference else NO_DIFFERENCE
@@ -32,15 +31,15 @@ class Gain(NamedTuple):
 def gain(plain: Sequence[float], merged: Sequence[float]) -> Gain:
     """The gain of one arm over another, from the times of both in the same rounds.
 
-    The factor is the quotient of the medians, so that it agrees with the times that are shown beside it. Whether the
-    arms differ at all is seen within the rounds, where noise that hits both cancels.
+    Factor and quartiles are of the ratios within the rounds, where noise that affects both arms cancels. So the factor
+    may differ a little from the quotient of the two median times.
 
     Example:
         >>> str(gain([2.0, 9.0, 4.0], [1.0, 3.0, 2.5])), str(gain([1.0, 2.0, 6.0, 1.0], [2.0, 1.0, 3.0, 2.0]))
-        ('1.60×', 'no difference')
+        ('2.00×', 'no difference')
     """
-    low, high = np.quantile([a / b for a, b in zip(plain, merged, strict=True)], [0.25, 0.75]).tolist()
-    return Gain(median(plain) / median(merged), low, high)
+    ratios = [a / b for a, b in zip(plain, merged, strict=True)]
+    return Gain(*np.quantile(ratios, [0.5, 0.25, 0.75]).tolist())
 
 
 def now() -> float:

@@ -2,22 +2,19 @@
 
 import inspect
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import paddle
 import ppdiffusers
 from ppdiffusers import ControlNetModel, DiffusionPipeline, StableDiffusionControlNetPipeline
-from ppdiffusers.utils import PPDIFFUSERS_CACHE
 
 from ..errors import ToMeConfigError, ToMeExportError
 from ..families.grids import latent_grid
 from ..families.models import vae_factor
+from ..hub import check_hub_name, download_index
 from ..run.defaults import ModelDefaults, read_defaults
 from ..run.manifest import MANIFEST
-
-HUB_NAME = r"\w[\w.-]*/\w[\w.-]*"
 
 
 def model_defaults(model: str, pipe: DiffusionPipeline) -> ModelDefaults:
@@ -55,7 +52,7 @@ def require_model_folder(model: str | Path, hub_names: bool = False) -> None:
         # ppdiffusers would create a folder of that name.
         if not hub_names:
             raise ToMeConfigError(f"{model} is not a folder: pass the folder of a model in ppdiffusers' format.")
-        _check_hub_name(str(model))
+        check_hub_name(str(model))
     elif (folder / MANIFEST).is_file():
         raise ToMeConfigError(
             f"{model} is already an export (it has {MANIFEST}): pass the folder of the model that was exported."
@@ -89,30 +86,6 @@ def _read_index(model: str) -> dict[str, Any]:
     return index if isinstance(index, dict) else {}
 
 
-def _download_index(model: str) -> dict[str, Any]:
-    """What the model_index.json of a hub's model contains, and make the folders that its components are downloaded to.
-
-    PaddleNLP 2.8.1 does not make them (PaddleNLP #9023), so the download of its tokenizer, for instance, would fail.
-    """
-    index = dict(DiffusionPipeline.load_config(model))
-    for name, part in index.items():
-        if isinstance(part, list):
-            Path(PPDIFFUSERS_CACHE, model, name).mkdir(parents=True, exist_ok=True)
-    return index
-
-
-def _check_hub_name(model: str) -> None:
-    """Raise ToMeConfigError unless a model that is not a folder may be one of a hub."""
-    if not re.fullmatch(HUB_NAME, model):
-        raise ToMeConfigError(f"{model} is neither a folder nor a hub name (owner/name).")
-    owner = Path(model).parent
-    if owner.is_dir():
-        raise ToMeConfigError(
-            f"{model} does not exist. It is not taken for a hub name (owner/name), because {owner} is a folder here: "
-            "for a model of a hub, run this in another folder."
-        )
-
-
 def load_eager_pipeline(
     model: str, controlnet: str | None = None, safety_checker: bool = True, dtype: str = "float32"
 ) -> DiffusionPipeline:
@@ -129,11 +102,11 @@ def load_eager_pipeline(
         ToMeExportError: ppdiffusers cannot load it.
     """
     if controlnet is not None and not Path(controlnet).is_dir():
-        _check_hub_name(controlnet)
+        check_hub_name(controlnet)
     require_model_folder(model, hub_names=True)
     arguments = {"paddle_dtype": getattr(paddle, dtype)}
     try:
-        index = _read_index(model) if Path(model).is_dir() else _download_index(model)
+        index = _read_index(model) if Path(model).is_dir() else download_index(model)
         # ppdiffusers asks for what the folder says is absent, such as the third text encoder of Stable Diffusion 3.
         dropped: dict[str, Any] = {name: None for name, part in index.items() if part == [None, None]}
         if not safety_checker:

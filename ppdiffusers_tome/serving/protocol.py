@@ -37,7 +37,7 @@ class ImageFields(Strict):
     steps: Integer | None = Field(None, description="denoising steps")
     guidance_scale: float | None = Field(None, description="weight of classifier-free guidance; 1 or less: none")
     negative_prompt: str | None = Field(None, description="what the image should not show")
-    tome_ratio: float | None = Field(None, description="share of tokens to merge away; an exported one, in six digits")
+    tome_ratio: float | None = Field(None, description="how much merging leaves out; an exported ratio, in six digits")
     strength: Strength | None = Field(None, description="share of the steps that run on the image; 0.75 if absent")
     stream: bool | None = Field(None, description="answer with server-sent events: progress, then the images")
     user: str | None = Field(None, max_length=500, description="accepted and ignored")

@@ -6,7 +6,7 @@ import re
 import document_figures as figures
 import pytest
 from lab.arm import Arm
-from markdown_text import ROOT, documents, prose
+from markdown_text import ROOT, documents, prose, text_of
 
 from ppdiffusers_tome.config import ToMeConfig
 
@@ -19,8 +19,11 @@ def test_figures_are_those_of_the_results(document):
     path = ROOT / document
     assert path in figures.DOCUMENTS
     assert path.read_text(encoding="utf-8") == figures.updated(path), "run `make figures`"
-    loose = re.findall(r"(?<![`\d])\d+\.\d+×(?!`)", figures.MARKED.sub("", prose(document)))
-    assert not loose, f"{document}: {loose} must be between marks, with the function that computes them"
+    factors = re.findall(r"(?<![`\d])\d+\.\d+×(?!`)", figures.MARKED.sub("", prose(document)))
+    rows = " ".join(match[0] for match in figures.ROW.finditer(text_of(document)))
+    loose = [factor for factor in factors if factor not in rows]
+    assert not loose, f"{document}: {loose} must be in a computed row or between marks"
+    assert not (document.startswith("README") and "<!--" in prose(document)), "the text of a README has no marks"
 
 
 def test_results_page_is_that_of_the_results(tmp_path):
@@ -51,8 +54,8 @@ def arguments(call):
     return ToMeConfig(**{keyword.arg: ast.literal_eval(keyword.value) for keyword in keywords})
 
 
-def test_a_gain_agrees_with_the_times_beside_it():
-    """Wherever a page has both, but for what rounding of the times hides; 15.7 and 15.9 ms are no gain."""
+def test_a_gain_is_near_the_quotient_of_the_times_beside_it():
+    """Not equal to it: it is of the ratios within the rounds. 15.7 and 15.9 ms are no gain."""
     rows = [line.split(" | ") for line in figures.table_of_passes().splitlines()[2:]]
     pairs = [(float(row[5]), float(row[6]), row[7]) for row in rows]
     assert len(pairs) >= 5
@@ -63,7 +66,7 @@ def test_a_gain_agrees_with_the_times_beside_it():
     assert figures.gpu_row("512")[:2] == ["15.7", "15.9 (no difference)"]
     for plain, merged, gain in pairs:
         if gain != "no difference":
-            assert float(gain[:-1]) == pytest.approx(plain / merged, rel=0.05), (plain, merged, gain)
+            assert float(gain[:-1]) == pytest.approx(plain / merged, rel=0.06), (plain, merged, gain)
             assert (float(gain[:-1]) > 1) == (plain > merged)
 
 

@@ -155,7 +155,7 @@ def test_a_missing_folder_is_named_before_a_hub(command, tmp_path, monkeypatch, 
         raise OSError("404 for url https://hub.example/examples/scenes_sd")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ppdiffusers_tome.export.loading._download_index", no_such_model)
+    monkeypatch.setattr("ppdiffusers_tome.export.loading.download_index", no_such_model)
     assert main([command, "--model", "examples/scenes_sd", "--output", "out"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: examples/scenes_sd is not a folder in {tmp_path}, and could not be loaded as")

@@ -24,6 +24,7 @@ from zoo import ZOO
 
 import ppdiffusers_tome
 from ppdiffusers_tome import ToMeConfig, cli, config, grid, inference, wording
+from ppdiffusers_tome.families.models import find_blocks
 from ppdiffusers_tome.methods import METHODS, plan, tomesd
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -67,8 +68,14 @@ def test_api_document_lists_what_is_public():
 def test_usage_has_the_work_that_the_summary_counts():
     """Of the published architectures, without weights."""
     (rows,) = [rows for header, *rows in tables("docs/usage.md") if header[-1] == "with `max_downsample=4`"]
+    names = {"Stable Diffusion 1.5": "sd15", "SDXL": "sdxl", "SDXL refiner": "sdxl-refiner"}
     with paddle.LazyGuard():
-        unets = {"Stable Diffusion 1.5": ARCHITECTURES["sd15"].build(), "SDXL": ARCHITECTURES["sdxl"].build()}
+        unets = {model: ARCHITECTURES[name].build() for model, name in names.items()}
+    merging = {  # how many blocks merge, and of how many: by default as "By model" says, and at level 4 too
+        "Stable Diffusion 1.5": {None: 5, 4: 15, "all": 16},
+        "SDXL": {None: 10, 4: 70, "all": 70},
+        "SDXL refiner": {None: 20, 4: 40, "all": 44},
+    }
     for model, size, *documented in rows:
         side = int(size.removesuffix(" px")) // 8
         shares = []
@@ -76,8 +83,8 @@ def test_usage_has_the_work_that_the_summary_counts():
             ppdiffusers_tome.apply_tome(unets[model], max_downsample=level)
             summary = ppdiffusers_tome.tome_summary(unets[model], side, side)
             shares.append(f"{100 * summary.saved_share:.1f} %")
-            if model == "SDXL":  # as the text says: 10 of its 70 blocks merge by default, all of them at level 4
-                assert sum(bool(block.merges) for block in summary.blocks) == {None: 10, 4: 70}[level]
+            assert sum(bool(block.merges) for block in summary.blocks) == merging[model][level]
+            assert len(find_blocks(unets[model])) == merging[model]["all"]
         assert documented == shares
 
 

@@ -65,7 +65,7 @@ def test_long_description_has_no_relative_links(monkeypatch):
         targets = re.findall(r"\]\(([^)]+)\)", text)
         assert targets and all(target.startswith(("https:", "#")) for target in targets)
         assert ("https://example.org/tome/blob/main/docs/usage.md#when-to-merge" in targets) == bool(address)
-        assert ("![Three prompts" in text) == bool(address)
+        assert ("![Two prompts" in text) == bool(address)
     metadata.cache_clear()
 
 

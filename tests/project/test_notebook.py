@@ -69,6 +69,8 @@ def test_on_a_gpu_it_takes_sizes_and_a_call_that_gain_there(notebook, monkeypatc
         return SimpleNamespace(unet=SimpleNamespace(config=config), vae_scale_factor=8)
 
     monkeypatch.setattr(StableDiffusionPipeline, "from_pretrained", load)
+    prepared = []
+    monkeypatch.setattr("ppdiffusers_tome.prepare_download", prepared.append)
     monkeypatch.setattr(paddle, "get_device", lambda: "cpu" if hubs is None else "gpu:0")
     monkeypatch.delenv("FIRST_RUN_MODEL", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -79,6 +81,7 @@ def test_on_a_gpu_it_takes_sizes_and_a_call_that_gain_there(notebook, monkeypatc
     exec(f"{settings}\n{cell}", variables)
     assert (variables["name"], variables["sizes"]) == (expected, sizes)
     is_bundled = expected == "examples/scenes_sd"
+    assert prepared == [expected] * (expected == "runwayml/stable-diffusion-v1-5")
     ((_, dtype, from_hf_hub),) = loaded
     assert dtype == (paddle.float32 if is_bundled else paddle.float16)
     assert from_hf_hub == (expected == "stable-diffusion-v1-5/stable-diffusion-v1-5")

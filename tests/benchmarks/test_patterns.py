@@ -1,0 +1,11 @@
+"""The picture of what `interlace` keeps in each step."""
+
+import patterns
+from markdown_text import text_of
+
+
+def test_committed_picture_is_what_the_package_chooses():
+    assert text_of("docs/interlace.svg") == patterns.draw()
+    for parts in patterns.KEPT:
+        steps = [patterns.kept_tokens(parts, timestep) for timestep in patterns.TIMESTEPS]
+        assert not (steps[0] & steps[1] or steps[1] & steps[2]), "successive steps keep the same tokens"
