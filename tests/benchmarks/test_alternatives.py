@@ -112,7 +112,7 @@ def model(tmp_path):
 def test_a_result_is_continued_timed_and_reported_and_one_of_other_images_is_refused_or_replaced(
     model, tmp_path, monkeypatch, capsys
 ):
-    arms = [Arm(ToMeConfig(0.75)), Arm(steps=1), Arm(other_seed=True), Arm(every=2)]
+    arms = [both := Arm(ToMeConfig(0.75), every=2), Arm(steps=1), Arm(other_seed=True)]
     monkeypatch.setattr(alternatives, "list_arms", lambda: arms)
     monkeypatch.setattr(alternatives, "ROOT", tmp_path)
 
@@ -127,24 +127,24 @@ def test_a_result_is_continued_timed_and_reported_and_one_of_other_images_is_ref
     settings = ["--steps", "2", "--guidance-scale", "2", "--dpm-solver"]
     images = [*about("2", "results"), *settings]
     assert call(*images, "--only", "1 steps")[-1] == "1 steps"
-    assert call(*images)[-3:] == ["interlace 0.75", "another seed", "DeepCache 2"]
+    assert call(*images)[-2:] == [both.name, "another seed"]
     (file,) = (tmp_path / "results").glob("*.json")
     assert file.stem.endswith("_32_dpm_solver_2_steps_guidance_2")
     assert read_json(file)["scheduler"] == "DPMSolverMultistepScheduler"
     assert read_json(file)["variant"] == ["DPM-Solver++", "2 steps", "guidance 2"]
     generated = {path: path.stat().st_mtime_ns for path in tmp_path.glob("build/alternatives_*/*/images/*/*.png")}
-    assert len(generated) == 10
+    assert len(generated) == 8
     drawn = read_json(file)
-    assert [arm["group"] for arm in drawn["arms"]] == ["alternative", "merging", "calibration", "alternative"]
+    assert [arm["group"] for arm in drawn["arms"]] == ["alternative", "both", "calibration"]
     assert all(len(arm["images"]["psnr"]) == 2 and arm["psnr"] < 100 for arm in drawn["arms"])
     call(*images, "--time", "--rounds", "1")
     timed = read_json(file)
-    # the rest, plain, merged, and both of the cache
+    # the rest, plain, and both of the cache, merged
     timings = timed["timing"]["seconds"]
-    assert {runtime: len(passes) for runtime, passes in timings.items()} == {"onnxruntime": 5, "paddle": 5}
+    assert {runtime: len(passes) for runtime, passes in timings.items()} == {"onnxruntime": 4, "paddle": 4}
     assert [timed[name] == drawn[name] for name in ("commit", "command")] == [True, True]
     assert "--time" in timed["timing"]["command"]
-    assert call(*about("3", "more"), *settings)[-1] == "DeepCache 2"
+    assert call(*about("3", "more"), *settings)[-1] == "another seed"
     assert all(path.stat().st_mtime_ns == before for path, before in generated.items()), "images are generated once"
     extended = read_json(next((tmp_path / "more").glob("*.json")))
     first, again = ({arm["name"]: arm["images"]["psnr"][:2] for arm in one["arms"]} for one in (drawn, extended))
@@ -160,13 +160,13 @@ def test_a_result_is_continued_timed_and_reported_and_one_of_other_images_is_ref
         call(*others, "--time", "--restart")
     with pytest.raises(SystemExit, match="generate its images"):
         call(*about("2", "none"), *settings, "--time")
-    call(*others, "--restart", "--only", "interlace 0.75")
+    call(*others, "--restart", "--only", both.name)
     restarted = read_json(file)
-    assert len(restarted["prompts"]) == 3 and [arm["name"] for arm in restarted["arms"]] == ["interlace 0.75"]
+    assert len(restarted["prompts"]) == 3 and [arm["name"] for arm in restarted["arms"]] == [both.name]
     assert restarted["timing"] is None
-    call(*images, "--restart", "--keep", "interlace 0.75", "--only", "1 steps")
+    call(*images, "--restart", "--keep", both.name, "--only", "1 steps")
     kept, _ = read_json(file)["arms"]
     (of_three,) = restarted["arms"]
-    assert kept["images"]["psnr"] == of_three["images"]["psnr"][:2] == first["interlace 0.75"]
+    assert kept["images"]["psnr"] == of_three["images"]["psnr"][:2] == first[both.name]
     with pytest.raises(SystemExit):
         call(*images, "--only", "2 steps")

@@ -33,13 +33,13 @@ def test_programs_have_no_weights_but_their_statistics(monkeypatch, tmp_path):
                 assert places == {"mean": 1, "std": 0}
 
 
-def test_a_block_for_gpus_has_few_operators_more_than_plain():
-    added = gpu_onnx.operators_added("sd15")
-    assert {arm: operators <= gpu_onnx.BOUNDS[arm] for arm, (operators, _) in added.items()} == dict.fromkeys(
-        added, True
-    )
-    assert added["interlace 0.75"] == added["interlace 0.5"] == (10, 8), "a gather of tokens, one of indices, the turn"
-    assert added["todo 0.75"] == added["todo 0.5"] == (1, 1)
+def test_a_block_for_gpus_has_few_operators_more_than_plain(monkeypatch):
+    """As many as the bound, whatever the width; the two ratios of a method differ in constants alone."""
+    bounds = {arm: gpu_onnx.BOUNDS[arm] for arm in ("interlace 0.75", "todo 0.75")}
+    monkeypatch.setattr(gpu_onnx, "BOUNDS", bounds)
+    added = gpu_onnx.operators_added("tiny")
+    assert added["interlace 0.75"] == (bounds["interlace 0.75"], 8), "a gather of tokens, one of indices, the turn"
+    assert added["todo 0.75"] == (bounds["todo 0.75"], 1)
 
 
 def test_names_of_arms_are_those_of_every_benchmark():
