@@ -29,11 +29,6 @@ def turn_of(timestep):
     return int(turn_table()[timestep])
 
 
-def kept_by(block, grid, parts, timestep, frame=0):
-    """The tokens that a block keeps, by the reference."""
-    return interlaced(*grid, parts, turn_of(timestep) + offset_of(block) + frame)
-
-
 # Which tokens remain
 
 
