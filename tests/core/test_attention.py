@@ -67,7 +67,7 @@ PROCESSORS = {
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)
-@pytest.mark.parametrize(("method", "timestep"), [("interlace", 999), ("interlace", 480), ("todo", 10)])
+@pytest.mark.parametrize(("method", "timestep"), [("interlace", 480), ("todo", 10)])
 def test_attention_is_that_over_the_keys_that_remain(processor, method, timestep):
     unet = make_unet()
     PROCESSORS[processor](unet)

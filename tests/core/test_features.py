@@ -225,7 +225,7 @@ def next_random():
     return paddle.randn([1]).item()
 
 
-OF_BOTH = ("two prompts, three images each", "LoRA", "LoRA fused", "textual inversion")  # as text differs
+OF_BOTH = ("two prompts, three images each", "LoRA", "textual inversion")  # as text differs
 
 
 @pytest.mark.parametrize(
@@ -466,13 +466,13 @@ def dtypes(unet, dtype):
 
 
 @pytest.mark.filterwarnings("ignore:weights on the CPU. UNet2DConditionModel in:UserWarning")
-@pytest.mark.parametrize("half", ["float16", "bfloat16"])
-@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(
-    ("method", "moves"),  # of attention, cross-attention and feed-forward in a block: merge and unmerge
+    ("half", "autocast", "method", "moves"),  # of attention, cross-attention and feed-forward: merge and unmerge
     [
-        ({"method": "tomesd", **ALL_LAYERS}, 6),
-        ({"method": "interlace"}, 1),
+        ("float16", False, {"method": "tomesd", **ALL_LAYERS}, 6),
+        ("bfloat16", True, {"method": "tomesd", **ALL_LAYERS}, 6),
+        ("bfloat16", False, {"method": "interlace"}, 1),
+        ("float16", True, {"method": "interlace"}, 1),
     ],
 )
 def test_models_in_half_precision_stay_in_it(unet, half, autocast, method, moves, monkeypatch):

@@ -254,9 +254,9 @@ def dst_of(unet, timestep, plans, **settings):
 
 
 def test_random_dst_of_tomesd_are_others_in_each_step_and_equal_for_equal_seeds(unet, plans):
-    timesteps = [next(t for t in range(LAST_TIMESTEP) if turn_of(t) == turn) for turn in range(TURNS)]
+    timesteps = [next(t for t in range(LAST_TIMESTEP) if turn_of(t) == turn) for turn in range(4)]
     chosen = [dst_of(unet, timestep, plans) for timestep in timesteps]
-    assert len({tuple(of_blocks) for of_blocks in chosen}) == TURNS
+    assert len({tuple(of_blocks) for of_blocks in chosen}) == len(timesteps)
     assert dst_of(unet, timesteps[3], plans) == chosen[3]
     assert dst_of(unet, timesteps[3], plans, seed=1) != chosen[3]
     fixed = [dst_of(unet, timestep, plans, use_rand=False) for timestep in timesteps[:3]]

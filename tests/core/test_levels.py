@@ -26,7 +26,7 @@ def record_grids(model, layers, h, w):
 
 
 @pytest.mark.parametrize("changes", [{}, THREE_LEVELS], ids=["levels 1 and 2", "levels 2 and 4, as in SDXL"])
-@pytest.mark.parametrize(("h", "w"), [(16, 16), (16, 24), (17, 19), (21, 13)])
+@pytest.mark.parametrize(("h", "w"), [(16, 24), (17, 19)])
 def test_level_of_every_convolution(changes, h, w):
     unet = make_unet(**changes)
     convolutions = [(path, layer) for path, layer in unet.named_sublayers() if isinstance(layer, paddle.nn.Conv2D)]

@@ -137,8 +137,7 @@ for kind in ("double", "real"):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PASSES)
-@pytest.mark.parametrize(("h", "w"), [(6, 8), (7, 5)])
+@pytest.mark.parametrize(("name", "h", "w"), [("SD3", 6, 8), *((name, 7, 5) for name in PASSES)])
 def test_transformer_is_counted_as_measured(name, h, w, monkeypatch):
     model, arguments, text, frames = PASSES[name](h, w)
     latent = Grid(h, w) if name.startswith("FLUX") else Grid(2 * h, 2 * w)

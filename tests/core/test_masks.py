@@ -16,15 +16,21 @@ from ppdiffusers.models.attention_processor import (
 from ppdiffusers_tome import ToMePassError
 from ppdiffusers_tome.families.models import find_blocks
 
+PROCESSORS = [AttnProcessor, AttnProcessor2_5, XFormersAttnProcessor, partial(SlicedAttnProcessor, 1)]
 
-@pytest.fixture(params=[AttnProcessor, AttnProcessor2_5, XFormersAttnProcessor, partial(SlicedAttnProcessor, 1)])
+
+@pytest.fixture(params=PROCESSORS)
 def unet(request):
     unet = make_unet()
     unet.set_attn_processor(request.param())
     return unet
 
 
-@pytest.mark.parametrize("settings", [{}, {"method": "todo"}, {"method": "tomesd"}], ids=str)
+@pytest.mark.parametrize(
+    ("unet", "settings"),
+    [*((one, {}) for one in PROCESSORS), (AttnProcessor, {"method": "todo"}), (AttnProcessor, {"method": "tomesd"})],
+    indirect=["unet"],
+)
 def test_mask_over_merged_tokens_is_rejected(unet, settings):
     """Without merging masks reach ppdiffusers unchanged."""
     transformer, x, text = find_blocks(unet)[0].transformer, paddle.randn([2, 32, 16, 16]), paddle.randn([2, TEXT, 24])

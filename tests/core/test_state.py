@@ -134,6 +134,7 @@ MEANWHILE = {
 }
 
 
+@pytest.mark.parametrize("checkpointed", [None], indirect=True)
 @pytest.mark.parametrize("what", MEANWHILE)
 def test_gradients_are_those_of_the_pass_whatever_comes_before_them(checkpointed, what):
     loss = loss_of(checkpointed.apply_tome())

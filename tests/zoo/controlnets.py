@@ -35,4 +35,5 @@ CALLS = {  # the call without the ControlNet's image, and the name of that argum
 }
 for name, (call, argument) in CALLS.items():
     ZOO[name] = partial(controlled, getattr(pp, name), call, argument)
+for name in ("StableDiffusionControlNetPipeline", "StableDiffusionXLControlNetPipeline"):
     ZOO[f"{name}_two"] = partial(ZOO[name], two=True)
