@@ -186,7 +186,9 @@ class ToMeConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> "ToMeConfig":
-        """Read a settings file that `save` of this or an earlier release wrote. Settings that it lacks have defaults.
+        """Read a settings file that `save` of this or an earlier release wrote.
+
+        Settings that it lacks have their defaults, and the ratio of a file of a release before 3.0 that of its time.
 
         Raises:
             ToMeConfigError: the file is missing or damaged, has another format or version, or contains a setting
