@@ -1,8 +1,8 @@
 """Token merging for ppdiffusers: `pipe.apply_tome(ratio=0.5)`.
 
 Importing the package gives every ppdiffusers pipeline and model the methods `apply_tome`, `remove_tome`, `tome` and
-`tome_summary`, which replace the `apply_tome` that ppdiffusers ships: it sets attributes of ppdiffusers' classes and of
-`paddle.nn.Layer`.
+`tome_summary`, which replace the `apply_tome` that ppdiffusers ships: it sets attributes of ppdiffusers' classes and
+of `paddle.nn.Layer`.
 """
 
 import sys
