@@ -7,7 +7,7 @@ from PIL import Image
 from ppdiffusers_tome.run.manifest import Size
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig
-from ppdiffusers_tome.serving.engines import ServedModel
+from ppdiffusers_tome.serving.image_engine import ServedModel
 from ppdiffusers_tome.serving.limits import Limits
 from ppdiffusers_tome.serving.pool import EnginePool
 from ppdiffusers_tome.serving.prometheus import Metrics

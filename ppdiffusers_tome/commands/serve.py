@@ -21,7 +21,7 @@ from ..run.defaults import read_defaults
 from ..run.formats import is_gpu
 from ..run.manifest import Manifest, parse_size, read_manifest
 from ..serving.app_config import KEY_VARIABLE, LOCAL_HOSTS, AppConfig, dns_name
-from ..serving.engines import served_model
+from ..serving.image_engine import served_model
 from ..serving.jobs import Job
 from ..serving.limits import Limits
 from .image_options import (
@@ -39,7 +39,7 @@ logger = logging.getLogger("uvicorn.error")  # that of the server, which writes 
 
 if TYPE_CHECKING:
     from ..serving.engine import Engine
-    from ..serving.engines import ImageEngine
+    from ..serving.image_engine import ImageEngine
     from ..serving.pool import EnginePool
     from ..serving.prometheus import Metrics
 

@@ -21,8 +21,8 @@ from starlette.requests import ClientDisconnect
 from . import protocol
 from .api_errors import CLIENT_GONE, EXPECTED, ApiError, api_error, json_response, model_not_found, responses
 from .app_config import AppConfig
-from .engines import ServedModel
 from .handler import DEFAULT_STRENGTH, RequestHandler
+from .image_engine import ServedModel
 from .jobs import Job, make_jobs
 from .limits import NO_IMAGES, ReadAs
 from .middleware import JsonRoute

@@ -16,8 +16,8 @@ from ..run.manifest import Size
 from . import protocol
 from .api_errors import ApiError, json_response, responses
 from .app_config import AppConfig
-from .engines import ServedModel
 from .handler import DEFAULT_STRENGTH, RequestHandler
+from .image_engine import ServedModel
 from .jobs import Job, JobError, SecondPass, make_jobs
 from .limits import NO_IMAGES, ReadAs, check_strength
 from .middleware import JsonRoute

@@ -12,7 +12,7 @@ from ..errors import ParameterError
 from . import api_openai, api_webui
 from .api_errors import EXPECTED, ApiError, handle_bug, handle_error, responses
 from .app_config import AppConfig
-from .engines import ServedModel
+from .image_engine import ServedModel
 from .middleware import BASIC, BEARER, PAGE, CountingMiddleware, OriginMiddleware, RequestMiddleware
 from .pool import EnginePool
 from .prometheus import Metrics

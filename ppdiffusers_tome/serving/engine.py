@@ -18,7 +18,7 @@ from ..errors import ExportChangedError, ToMeConfigError
 from ..run.manifest import Manifest, Size, is_refiner, read_manifest
 from ..run.models import ExportedUNet
 from ..run.pipeline import load_pipeline
-from .engines import DETERMINISTIC, sampler_of
+from .image_engine import DETERMINISTIC, sampler_of
 from .jobs import AbandonedError, GenerationError, Job, JobError
 
 TRIAL_STEPS = 10  # more than the order of any scheduler, from which on its steps do all that they can

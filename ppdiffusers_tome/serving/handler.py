@@ -10,7 +10,7 @@ from PIL import Image
 
 from .api_errors import CLIENT_GONE, ApiError
 from .app_config import AppConfig
-from .engines import ServedModel
+from .image_engine import ServedModel
 from .jobs import Job
 from .png import encode_png, load_image
 from .queue import JobQueue

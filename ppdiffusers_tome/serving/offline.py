@@ -20,7 +20,7 @@ from ..files import UNFINISHED, write_file
 from ..progress import StepLines
 from ..run.folder import sha256
 from ..run.manifest import MANIFEST
-from .engines import ImageEngine
+from .image_engine import ImageEngine
 from .jobs import AbandonedError, EngineLostError
 from .png import encode_png
 from .prompt_file import Prompt

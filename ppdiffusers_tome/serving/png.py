@@ -13,7 +13,7 @@ from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 
 from .._version import __version__
 from ..run.manifest import Size
-from .engines import ImageSource
+from .image_engine import ImageSource
 from .jobs import Job, JobError
 from .limits import Limits
 

@@ -10,7 +10,7 @@ from math import inf
 from time import monotonic
 
 from ..errors import ExportChangedError, ParameterError, ToMeError
-from .engines import ImageEngine
+from .image_engine import ImageEngine
 from .jobs import AbandonedError, EngineLostError, Job, JobError
 from .prometheus import Metrics
 from .queue import JobQueue

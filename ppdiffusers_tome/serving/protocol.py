@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from ..run.manifest import STRICT, Size
-from .engines import ServedModel
+from .image_engine import ServedModel
 from .limits import WHOLE, Integer, Strength, bounded
 from .tickets import State
 

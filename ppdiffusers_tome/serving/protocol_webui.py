@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from .engines import ServedModel
+from .image_engine import ServedModel
 from .jobs import MAX_SEED, MAX_STEPS
 from .limits import Strength, bounded, choice_type, no_image_type, ratio_type
 

@@ -30,7 +30,7 @@ from ray.exceptions import (
 
 from ..cores import usable_cores
 from ..errors import ToMeError
-from .engines import ImageEngine
+from .image_engine import ImageEngine
 from .jobs import MAX_LOST_ENGINES, AbandonedError, EngineLostError, Job
 from .offline import ImageBackend, ImageResult, ImageResults, generate_batch
 from .prompt_file import Prompt

@@ -467,6 +467,12 @@ def test_webui_options_of_a_request_that_does_not_restore_them(webui):
     webui.set_options({"token_merging_ratio": 0.5})
 
 
+@pytest.fixture(scope="module")
+def server_of_three_ratios():
+    with serving(limits=replace(LIMITS, ratios=(0.25, 0.5, 0.0))) as server:
+        yield server
+
+
 @pytest.mark.parametrize(
     ("options", "settings", "expected"),
     [
@@ -479,15 +485,16 @@ def test_webui_options_of_a_request_that_does_not_restore_them(webui):
         ({}, {"token_merging_ratio": 0}, 0),
     ],
 )
-def test_webui_ratio_of_image_to_image(options, settings, expected):
+def test_webui_ratio_of_image_to_image(server_of_three_ratios, options, settings, expected):
     """The order of stable-diffusion-webui's StableDiffusionProcessingImg2Img.get_token_merging_ratio."""
-    with serving(limits=replace(LIMITS, ratios=(0.25, 0.5, 0.0))) as server:
-        assert server.post("/sdapi/v1/options", options).status_code == 200
-        fields = {"init_images": [START], "override_settings": settings}
-        assert server.post(IMAGE, fields).status_code == 200
-        assert server.engine.calls[-1][0].ratio == expected
-        assert server.post(TEXT, {"override_settings": settings}).status_code == 200
-        assert server.engine.calls[-1][0].ratio == settings.get("token_merging_ratio", 0.25)
+    server = server_of_three_ratios
+    defaults = {"token_merging_ratio": 0.25, "token_merging_ratio_img2img": 0}
+    assert server.post("/sdapi/v1/options", defaults | options).status_code == 200
+    fields = {"init_images": [START], "override_settings": settings}
+    assert server.post(IMAGE, fields).status_code == 200
+    assert server.engine.calls[-1][0].ratio == expected
+    assert server.post(TEXT, {"override_settings": settings}).status_code == 200
+    assert server.engine.calls[-1][0].ratio == settings.get("token_merging_ratio", 0.25)
 
 
 def test_webui_progress_skip_and_interrupt(webui, server):
@@ -666,10 +673,9 @@ def test_webui_without_images(open_server):
         ({"enable_hr": True, "hr_resize_x": 100, "hr_resize_y": 90}, "100x90 was not exported"),
     ],
 )
-def test_webui_size_that_was_not_exported(change, message):
-    with serving() as server:
-        answer = server.post(TEXT, {"prompt": "fox", **change})
-        assert answer.status_code == 422 and message in answer.json()["detail"][0]["msg"]
+def test_webui_size_that_was_not_exported(server, change, message):
+    answer = server.http.post(TEXT, json={"prompt": "fox", **change}, auth=("anybody", KEY))
+    assert answer.status_code == 422 and message in answer.json()["detail"][0]["msg"]
 
 
 def test_webui_unknown_fields_are_named_once_in_the_log(caplog):

@@ -38,7 +38,7 @@ from ppdiffusers_tome.run.manifest import Size
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig, url_of
 from ppdiffusers_tome.serving.engine import Engine, load_engine, scheduler_failure
-from ppdiffusers_tome.serving.engines import DETERMINISTIC, ServedModel
+from ppdiffusers_tome.serving.image_engine import DETERMINISTIC, ServedModel
 from ppdiffusers_tome.serving.jobs import MAX_STEPS, AbandonedError, GenerationError, Job, JobError, SecondPass
 from ppdiffusers_tome.serving.limits import Limits
 from ppdiffusers_tome.serving.offline import generate_batch

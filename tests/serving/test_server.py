@@ -123,7 +123,7 @@ import sys, threading
 from serving_support import LIMITS, FakeEngine
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import AppConfig
-from ppdiffusers_tome.serving.engines import ServedModel
+from ppdiffusers_tome.serving.image_engine import ServedModel
 from ppdiffusers_tome.serving.pool import EnginePool
 from ppdiffusers_tome.serving.prometheus import Metrics
 from ppdiffusers_tome.serving.queue import JobQueue
