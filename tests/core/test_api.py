@@ -230,13 +230,6 @@ def test_two_pipelines_do_not_share_state(pipe):
     assert ratios(pipe) == [0.5] and ratios(other) == [0.75]
 
 
-def test_pipelines_over_one_unet_share_its_settings(pipe, image_pipe):
-    image_pipe.apply_tome(ratio=0.4)
-    assert ratios(pipe) == [0.4]
-    pipe.remove_tome()
-    assert ratios(image_pipe) == [None]
-
-
 # The class
 
 

@@ -2,10 +2,9 @@
 
 import numpy as np
 import paddle
-import ppdiffusers_source
 import pytest
 from ppdiffusers import FlowMatchEulerDiscreteScheduler
-from ppdiffusers_source import newer_class, runnable
+from ppdiffusers_source import newer_class
 from test_rotary import COG_2B, COG_5B, OF_FLUX, OF_WAN, STATES
 from zoo.noise import noise
 
@@ -79,20 +78,3 @@ def test_pipeline(name, method, tmp_path):
         export_pipeline(pipe, tmp_path / "exported")
     pipe.remove_tome()
     np.testing.assert_array_equal(generate(), plain)
-
-
-class RMSNorm(paddle.nn.Layer):
-    """RMSNorm of ppdiffusers, computed by Paddle's fused_rms_norm."""
-
-
-def test_a_model_that_would_end_the_process_is_skipped(tmp_path, monkeypatch):
-    cpuinfo, other = tmp_path / "cpuinfo", paddle.nn.LayerList([paddle.nn.LayerNorm(4)])
-    monkeypatch.setattr(ppdiffusers_source, "CPUINFO", cpuinfo)
-    fused = paddle.nn.LayerList([RMSNorm()])
-    assert runnable(fused) is fused  # without that file, as on other systems
-    cpuinfo.write_text("processor\t: 0\nflags\t\t: sse4_2 avx2 avx512f avx512bw\n")
-    assert runnable(fused) is fused
-    cpuinfo.write_text("processor\t: 0\nflags\t\t: sse4_2 avx2\n")
-    assert runnable(other) is other
-    with pytest.raises(pytest.skip.Exception, match=r"LayerList .*AVX"):
-        runnable(fused)

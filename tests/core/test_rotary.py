@@ -16,7 +16,7 @@ from zoo import rotary as zoo
 from zoo.noise import noise
 from zoo.rotary import CHANNELS, FRAMES, HEADS, LATENTS, STATES, TEXT, WIDTH
 
-from ppdiffusers_tome import Grid, NoMergeableLayerError, ToMePassError, apply_tome, remove_tome, tome_summary
+from ppdiffusers_tome import Grid, ToMePassError, apply_tome, remove_tome, tome_summary
 from ppdiffusers_tome.attach.attach import attached_placements
 from ppdiffusers_tome.attach.forward import wrap_of
 from ppdiffusers_tome.families.models import find_blocks
@@ -209,12 +209,6 @@ def test_every_block_of_the_table_has_a_double():
     assert blocks == {name for entry in TABLE for name in entry.blocks if isinstance(name, str)}
     transformers = {name for entry in TABLE for name in entry.transformers if isinstance(name, str)}
     assert {type(model).__name__ for model in models} == transformers - {"SD3ControlNetModel"}
-
-
-@pytest.mark.parametrize("family", CONTROLNETS, ids=named)
-def test_controlnets_alone_are_not_left_plain(model):
-    with pytest.raises(NoMergeableLayerError, match=r"ControlNets.*controlnet=True"):
-        apply_tome(model, controlnet=False)
 
 
 class Several(DiffusionPipeline):

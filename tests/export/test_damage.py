@@ -90,33 +90,33 @@ def test_random_damage_of_the_other_files(exported_folder, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_to("format", 2), "another version of this package .format: Input should be 1, not 2"),
-        (set_to("unknown", 1), "unknown: Unexpected keyword argument, not 1"),
-        (lambda data: data.pop("vae_factor") and None, "vae_factor: Field required"),
-        (set_to("image_to_image", "yes"), "image_to_image: Input should be a valid boolean, not 'yes'"),
-        (set_to("ratios", 0, float("nan")), "ratios.0: Input should be a finite number, not nan"),
-        (set_to("ratios", 0, 1.5), "ratios.0: Input should be less than 1, not 1.5"),
-        (set_to("ratios", []), "ratios: Tuple should have at least 1 item"),
-        (set_to("sizes", 0, [32]), "sizes.0.width: Missing required argument"),
-        (set_to("sizes", 0, 0, 10**30), "sizes.0.0: Input should be less than or equal to 99999"),
-        (set_to("programs", 0, "size", [32, 48]), "programs is unknown or inconsistent with the other"),
-        (set_to("programs", 0, "ratio", 0.25), "programs is unknown or inconsistent with the other"),
-        (set_to("programs", 0, "program", "unet/no.pdmodel"), "files is unknown or inconsistent with the other"),
-        (set_to("programs", 0, "program", "../unet/inference.pdmodel"), "programs.0.program: String should match"),
-        (set_to("programs", 0, "parity", "batch 1", float("nan")), "programs.0.parity.batch 1: .* finite number"),
-        (set_to("files", {}), "is damaged, because it lists no files"),
+        (set_to("format", 2), "format: .*not 2"),
+        (set_to("unknown", 1), "unknown: "),
+        (lambda data: data.pop("vae_factor") and None, "vae_factor: "),
+        (set_to("image_to_image", "yes"), "image_to_image: .*not 'yes'"),
+        (set_to("ratios", 0, float("nan")), "ratios.0: .*not nan"),
+        (set_to("ratios", 0, 1.5), "ratios.0: .*not 1.5"),
+        (set_to("ratios", []), "ratios: "),
+        (set_to("sizes", 0, [32]), "sizes.0.width: "),
+        (set_to("sizes", 0, 0, 10**30), "sizes.0.0: .*99999"),
+        (set_to("programs", 0, "size", [32, 48]), "programs is unknown or inconsistent"),
+        (set_to("programs", 0, "ratio", 0.25), "programs is unknown or inconsistent"),
+        (set_to("programs", 0, "program", "unet/no.pdmodel"), "files is unknown or inconsistent"),
+        (set_to("programs", 0, "program", "../unet/inference.pdmodel"), "programs.0.program: "),
+        (set_to("programs", 0, "parity", "batch 1", float("nan")), "programs.0.parity.batch 1: "),
+        (set_to("files", {}), "lists no files"),
         (set_to("merging", {}), "merging is unknown or inconsistent"),
         (set_to("merging", "0.5", 0, "ratio", "half"), "merging is unknown or inconsistent"),
-        (set_to("merging", "0.5", 0, "default"), "merging.0.5.0: Input should be an object, not 'default'"),
+        (set_to("merging", "0.5", 0, "default"), "merging.0.5.0: .*not 'default'"),
         (set_to("pipeline", "Popen"), "pipeline is unknown or inconsistent"),
         (set_to("residuals", 13), "residuals is unknown or inconsistent"),
         (set_to("vae_factor", 5), "vae_factor is unknown or inconsistent"),
-        (set_to("files", "unet/config.json", {"bytes": 1}), "files.unet/config.json.sha256: Field required"),
-        (set_to("files", "../x", {"bytes": 1, "sha256": "0" * 64}), "files.../x.*: String should match pattern"),
-        (set_to("files", "/etc/passwd", {"bytes": 1, "sha256": "0" * 64}), "files./etc/passwd.*: String should match"),
-        (set_to("files", "unet/.", {"bytes": 1, "sha256": "0" * 64}), "files.unet/..*: String should match"),
-        (set_to("schedule", [[1.0, 0.5], [0.5, 0.0]]), r"the ratio schedule \[\[1.0, 0.5.*: export the model again"),
-        (lambda data: [data], "Input should be a dictionary or an instance of Manifest|Input should be an object"),
+        (set_to("files", "unet/config.json", {"bytes": 1}), "files.unet/config.json.sha256: "),
+        (set_to("files", "../x", {"bytes": 1, "sha256": "0" * 64}), "files.../x"),
+        (set_to("files", "/etc/passwd", {"bytes": 1, "sha256": "0" * 64}), "files./etc/passwd"),
+        (set_to("files", "unet/.", {"bytes": 1, "sha256": "0" * 64}), "files.unet/."),
+        (set_to("schedule", [[1.0, 0.5], [0.5, 0.0]]), r"schedule \[\[1.0, 0.5.*export the model again"),
+        (lambda data: [data], "a dictionary|an object"),
     ],
 )
 def test_invalid_field_of_tome_json_is_named(copy, change, message):
@@ -134,7 +134,7 @@ def test_exports_of_2_x_without_a_schedule_are_read(copy):
 
 def test_wrong_vae_factor_is_rejected_on_loading(copy):
     edit(copy / "tome.json", set_to("vae_factor", 4))
-    with pytest.raises(ToMeExportError, match="vae_factor is not 2, the VAE's"):
+    with pytest.raises(ToMeExportError, match="vae_factor is not 2"):
         load_pipeline(copy)
 
 
@@ -142,7 +142,7 @@ def test_links_out_of_the_folder_and_circular_links_are_rejected(copy, tmp_path)
     path = copy / "unet" / "config.json"
     outside = path.replace(tmp_path / "config.json")
     path.symlink_to(outside)
-    with pytest.raises(ToMeExportError, match=r"unet/config.json is a link to a file outside of"):
+    with pytest.raises(ToMeExportError, match=r"unet/config.json is a link"):
         read_manifest(copy)
     path.unlink()
     path.symlink_to(path)
@@ -160,7 +160,7 @@ def test_all_files_except_weights_are_always_verified(copy, verify, name):
     path = copy / name
     path.write_bytes(fuzz_files.flip(path.read_bytes(), fuzz_files.Random(0)))
     assert read_manifest(copy), "only compares sizes"
-    with pytest.raises(ToMeExportError, match=rf"{path.name} differs from the exported file"):
+    with pytest.raises(ToMeExportError, match=rf"{path.name} differs"):
         load_pipeline(copy, verify=verify)
 
 
@@ -173,14 +173,14 @@ def test_weights_are_verified_unless_switched_off_and_programs_always(source, ru
     load = partial(load_pipeline, folder, runtime=runtime)
     weights, program = folder / name, folder / read_manifest(folder).programs[0].paths[0]
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-    with pytest.raises(ToMeExportError, match=rf"{name} differs from the exported file"):
+    with pytest.raises(ToMeExportError, match=rf"{name} differs"):
         load()
     load(verify=False)
     program.write_bytes(fuzz_files.flip(program.read_bytes(), fuzz_files.Random(0)))
-    with pytest.raises(ToMeExportError, match=rf"{program.name} differs from the exported file"):
+    with pytest.raises(ToMeExportError, match=rf"{program.name} differs"):
         load(verify=False)
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(ToMeExportError, match=rf"{name} does not have its exported size"):
+    with pytest.raises(ToMeExportError, match=rf"{name} .*size"):
         read_manifest(folder)
 
 
@@ -199,12 +199,12 @@ def test_weights_are_verified_unless_switched_off_and_programs_always(source, ru
 )
 def test_invalid_content_with_a_valid_hash_is_rejected(copy, name, content, message):
     replace_content(copy, name, content)
-    with pytest.raises(ToMeExportError, match=rf"copy cannot be loaded \(({message})"):
+    with pytest.raises(ToMeExportError, match=rf"copy .*\(({message})"):
         load_pipeline(copy)
 
 
 def test_classes_outside_of_ppdiffusers_are_rejected(copy):
     index = json.loads((copy / "model_index.json").read_text())
     replace_content(copy, "model_index.json", json.dumps({**index, "tokenizer": ["subprocess", "Popen"]}))
-    with pytest.raises(ToMeExportError, match=r"model_index\.json: tokenizer is from subprocess"):
+    with pytest.raises(ToMeExportError, match=r"model_index\.json.* tokenizer .*subprocess"):
         load_pipeline(copy)

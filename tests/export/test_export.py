@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import json
+import re
 import shutil
 import traceback
 import weakref
@@ -101,9 +102,7 @@ def test_exports_before_release_1_are_refused(exported_folder, tmp_path):
     data = json.loads((tmp_path / "old" / "tome.json").read_text())
     data["versions"]["ppdiffusers_tome"] = "0.12.1"
     (tmp_path / "old" / "tome.json").write_text(json.dumps(data))
-    with pytest.raises(
-        ToMeExportError, match=r"of release 0\.12\.1, and exports before 1\.0 .*: export the model again"
-    ):
+    with pytest.raises(ToMeExportError, match=r"0\.12\.1.* 1\.0 .*export the model again"):
         load_pipeline(tmp_path / "old")
 
 
@@ -257,7 +256,7 @@ def test_a_grid_of_one_row_is_known(tmp_path):
 def test_ratios_that_are_equal_to_six_digits_are_one(exported_folder):
     assert load_pipeline(exported_folder, ratio=0.50000001).unet.ratio == 0.5
     assert load_pipeline(exported_folder, ratio=-0.0).unet.ratio == 0
-    with pytest.raises(ToMeConfigError, match=r"ratio=0\.50001 was not exported, only 0\.5, 0\."):
+    with pytest.raises(ToMeConfigError, match=r"ratio=0\.50001 .*only 0\.5, 0\."):
         load_pipeline(exported_folder, ratio=0.50001)
     configs = [ToMeConfig(ratio, "todo", sx=3) for ratio in (0.833333, -0.0)]
     ratios = [merging.ratio for merging in list_merging(configs, controlnet=True)]
@@ -272,9 +271,9 @@ def test_a_controlnet_cannot_merge_alone(tmp_path):
     for unet_ratio in (None, 0):
         if unet_ratio is not None:
             pipe.unet.apply_tome(unet_ratio)
-        with pytest.raises(ToMeConfigError, match=r"only the ControlNet merges, at ratio 0\.5, but a prog"):
+        with pytest.raises(ToMeConfigError, match=r"ControlNet .*0\.5"):
             export(pipe, tmp_path / "out")
-    with pytest.raises(ToMeConfigError, match=r"controlnet=0\.3 is not allowed: the UNet does not merge at any"):
+    with pytest.raises(ToMeConfigError, match=r"controlnet=0\.3 .*UNet"):
         export(pipe, tmp_path / "out", 0, controlnet=0.3)
     assert list_merging([ToMeConfig(0)], controlnet=True) == (DenoiserMerging(None, None),)
     assert not any(tmp_path.iterdir())
@@ -296,7 +295,7 @@ def test_the_refiner_of_sdxl(refiner_folder):
         settings = {"num_inference_steps": 2, "strength": 0.5, "output_type": "np"}
         images.append(one("a fox", image=image, generator=paddle.Generator().manual_seed(0), **settings).images)
     np.testing.assert_allclose(*images, atol=1e-4)
-    with pytest.raises(ToMeConfigError, match="SDXL's refiner, which needs an image in every call: it cannot be"):
+    with pytest.raises(ToMeConfigError, match=r"refiner.*needs an image"):
         load_engine(refiner_folder)
 
 
@@ -305,7 +304,7 @@ def test_the_refiner_of_sdxl(refiner_folder):
 def test_components_that_are_none(tiny, tmp_path, layout, name):
     pipe = StableDiffusionPipeline(**tiny.components, requires_safety_checker=False)
     pipe.register_modules(**{name: None})
-    with pytest.raises(ToMeExportError, match=f"the pipeline's {name} is None"):
+    with pytest.raises(ToMeExportError, match=f"{name} is None"):
         export_pipeline(pipe, tmp_path / "out", 0.5, [(32, 32)], layout=layout, progress=False)
     assert not any(tmp_path.iterdir())
 
@@ -314,7 +313,7 @@ def test_components_that_are_none(tiny, tmp_path, layout, name):
 def test_what_the_refiner_needs(tmp_path, name):
     pipe = refiner_pipeline()
     pipe.register_modules(**{name: None})
-    with pytest.raises(ToMeExportError, match=f"the pipeline's {name} is None"):
+    with pytest.raises(ToMeExportError, match=f"{name} is None"):
         export(pipe, tmp_path / "out", 0.5, [(32, 32)])
 
 
@@ -325,7 +324,7 @@ def test_the_earlier_export_is_there_after_a_kill(exported_folder, tiny, tmp_pat
     """Between two renames it has another name: readers report it, and change nothing; writers rename it back."""
     shutil.copytree(exported_folder, tmp_path / ".out.replaced")
     for read in (read_manifest, load_pipeline):
-        with pytest.raises(ToMeExportError, match=r"earlier export is \S+/\.out\.replaced: rename it to \S+/out, or"):
+        with pytest.raises(ToMeExportError, match=r"/\.out\.replaced.* rename .*/out"):
             read(tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == [".out.replaced"]
     with pytest.raises(ToMeExportError, match="--overwrite"):
@@ -338,7 +337,7 @@ def test_program_that_differs_is_an_error(tiny, tmp_path):
     calls = []
     hook = tiny.unet.conv_out.register_forward_post_hook(lambda *_: _[-1] + 1e-3 * (calls.append(0) or len(calls)))
     try:
-        with pytest.raises(ToMeExportError, match=r"exported unet 32x32, ratio 0.5 differs .* batch 1"):
+        with pytest.raises(ToMeExportError, match=r"unet 32x32, ratio 0.5 .*batch 1"):
             export(tiny, tmp_path / "out", 0.5)
     finally:
         hook.remove()
@@ -359,7 +358,7 @@ def test_two_exports_into_one_new_folder(exported_folder, tiny, tmp_path, monkey
         monkeypatch.setattr(export_module, "copy_parts", copy_parts)
         copy_parts(*arguments)
         if starts_late:
-            with pytest.raises(ToMeExportError, match=r"out cannot be written \(another process is writing it now\)"):
+            with pytest.raises(ToMeExportError, match=r"out .*another process"):
                 write(0)
         else:
             monkeypatch.setattr(replacement, "_is_in_use", lambda _: False)
@@ -369,7 +368,7 @@ def test_two_exports_into_one_new_folder(exported_folder, tiny, tmp_path, monkey
     if starts_late:
         write(0.5)
     else:
-        with pytest.raises(FileExistsError, match="out was written by another process in the meantime"):
+        with pytest.raises(FileExistsError, match=r"out .*another process"):
             write(0.5)
     assert [read_manifest(folder, verify=True)] == written and [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -440,7 +439,7 @@ def test_each_image_needs_one_try_that_agrees_in_two_runs(tmp_path, monkeypatch,
     if is_accepted:
         assert max(tracing.save(traceable, PlannedProgram("layer"), tmp_path, "x", {}, 1).parity.values()) <= TOLERANCE
     else:
-        with pytest.raises(ToMeExportError, match=r"layer differs from the model, or from run to run, .* batch 2"):
+        with pytest.raises(ToMeExportError, match=r"layer .*batch 2"):
             tracing.save(traceable, PlannedProgram("layer"), tmp_path, "x", {}, 1)
 
 
@@ -460,7 +459,7 @@ def test_an_export_after_one_that_failed(tmp_path):
     for number in range(2):
         layer = Untraceable(4, 4)
         weight = weakref.ref(layer.weight)
-        with pytest.raises(ToMeExportError, match=r"cannot export the layer: .*not in a program"):
+        with pytest.raises(ToMeExportError, match=r"the layer.*not in a program"):
             tracing.save(programs.Traceable(layer, inputs), PlannedProgram("layer"), tmp_path, f"{number}", {}, 1)
         del layer
         gc.collect()
@@ -476,29 +475,25 @@ def test_an_export_after_one_that_failed(tmp_path):
     ("settings", "message"),
     [
         ({"ratios": 0.95}, "ratio=0.95"),
-        ({"ratios": 0.8, "method": "tomesd"}, "ratio=0.8"),
-        ({"ratios": 0.5, "method": "default"}, "method='default' is not allowed"),
         ({"ratios": 0.6, "method": "todo"}, r"ratio=0.6 .* 0\.5, 0\.75 or 0"),
-        ({"ratios": 0.75, "match": "grid"}, 'match is not a setting since release 3.0: .* method="todo"'),
-        ({"ratios": 0.5, "merge_attn": "kv"}, "merge_attn='kv'"),
+        ({"ratios": 0.75, "match": "grid"}, 'match .*method="todo"'),
         ({"ratios": []}, "ratios is empty"),
-        ({"ratios": 0.5, "seed": None}, "seed=None"),
         ({"ratios": (0.5, 0.5000001)}, r"ratios 0\.5 and 0\.5000001 are the same"),
-        ({"ratios": ({1.0: 0.5, 0.5: 0.3}, 0.5)}, r"ratio=\{1\.0: 0\.5, 0\.5: 0\.3\} .* must be a number"),
+        ({"ratios": ({1.0: 0.5, 0.5: 0.3}, 0.5)}, r"ratio=\{1\.0: 0\.5, 0\.5: 0\.3\} .*a number"),
         ({"sizes": [(32, 33)]}, "size='33x32'"),
-        ({"sizes": [(132, 100)]}, "size='100x132' .* multiples of 8 px. The nearest sizes are 96x128 and 104x136"),
+        ({"sizes": [(132, 100)]}, "size='100x132' .* 8 px.* 96x128 and 104x136"),
         ({"sizes": [(32, 32), (12, 4)]}, "size='4x12' .* 8x8 and 8x16"),
         ({"sizes": [(0, 32)]}, "size='32x0'"),
         ({"sizes": []}, "sizes is empty"),
-        ({"sizes": (256, 256)}, r"sizes=\(256, 256\) .* such as \[\(512, 768\)\], or one number"),
-        ({"sizes": "256"}, "sizes='256' is not allowed: it must be a list"),
-        ({"sizes": [(32, 32, 32)]}, "must be a list"),
-        ({"sizes": 32.0}, r"sizes=32\.0 is not allowed"),
-        ({"ratios": "0.5"}, "ratio='0.5' .* must be a number"),
-        ({"ratios": np.float32(0.95)}, r"ratio=.*0\.9[45].* is not allowed: it must be"),
+        ({"sizes": (256, 256)}, r"sizes=\(256, 256\) .*\[\(512, 768\)\], or one number"),
+        ({"sizes": "256"}, "sizes='256' .*a list"),
+        ({"sizes": [(32, 32, 32)]}, "a list"),
+        ({"sizes": 32.0}, r"sizes=32\.0 "),
+        ({"ratios": "0.5"}, "ratio='0.5' .*a number"),
+        ({"ratios": np.float32(0.95)}, r"ratio=.*0\.9[45]"),
         ({"format": "tflite"}, "format='tflite'.*'both'"),
-        ({"ratios": None, "min_tokens": 9}, "min_tokens cannot be set without ratios"),
-        ({"ratios": None, "method": "todo", "seed": 8}, "seed=8 is not allowed with method='todo'"),
+        ({"ratios": None, "min_tokens": 9}, "min_tokens .*ratios"),
+        ({"ratios": None, "method": "todo", "seed": 8}, "seed=8 .*method='todo'"),
     ],
 )
 def test_invalid_arguments_are_rejected(tiny, tmp_path, settings, message):
@@ -546,7 +541,7 @@ def test_folders_with_other_content_are_rejected(tiny, tmp_path):
     (tmp_path / "folder" / "thesis.txt").write_text("mine")
     with pytest.raises(ToMeExportError, match="is a file"):
         export(tiny, tmp_path / "file", 0.5)
-    with pytest.raises(ToMeExportError, match="not empty: pass another"):
+    with pytest.raises(ToMeExportError, match="not empty"):
         export(tiny, tmp_path / "folder", 0.5, overwrite=True)
     assert (tmp_path / "folder" / "thesis.txt").read_text() == "mine"
 
@@ -569,9 +564,9 @@ def test_size_is_width_before_height():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model", "/no/such"], "/no/such is neither a folder"),
-        (["--controlnet", "/no/such"], "/no/such is neither a folder"),
-        ([], "has no model_index.json"),
+        (["--model", "/no/such"], "/no/such "),
+        (["--controlnet", "/no/such"], "/no/such "),
+        ([], "model_index.json"),
         (["--size", "32x"], "WIDTHxHEIGHT"),
     ],
 )
@@ -585,25 +580,25 @@ def test_command_rejects(options, message, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--ratio", "0.95"], "error: --ratio 0.95 is not allowed: it must be a number from 0 to 0.9375"),
-        (["--ratio", "0.6", "--merging", "method=todo"], "error: --ratio 0.6 is not allowed: method='todo'"),
-        (["--merging", "ratio=0.95"], "error: ratio=0.95 is not allowed"),  # as it was written
-        (["--ratio", "0.5", "0.5000001"], "ratios 0.5 and 0.5000001 are the same"),
-        (["--controlnet-ratio", "2"], "error: --controlnet-ratio 2.0 is not allowed: it must be a number"),
-        (["--size", "132"], "error: --size 132x132 is not allowed"),
-        (["--size", "32x"], "error: --size 32x is not allowed: it must be WIDTHxHEIGHT"),
-        (["--for", "openvino"], "error: --for openvino is not allowed: it is for the layout 'diffusers'"),
-        (["--format", "openvino"], "error: --format openvino is not allowed: it is for the layout 'diffusers'"),
-        (["--output", "/proc/x"], "/proc/x cannot be written (No such file or directory): pass another"),
-        (["--output", "/proc"], "/proc cannot be written (it is a mount point)"),
-        (["--output", f"{__file__}/out"], "cannot be written (Not a directory)"),
-        (["--output", "x" * 300], "cannot be written (File name too long)"),
+        (["--ratio", "0.95"], "--ratio 0.95 .* 0.9375"),
+        (["--ratio", "0.6", "--merging", "method=todo"], "--ratio 0.6 .*method='todo'"),
+        (["--merging", "ratio=0.95"], "error: ratio=0.95 "),  # as it was written
+        (["--ratio", "0.5", "0.5000001"], "ratios 0.5 and 0.5000001 "),
+        (["--controlnet-ratio", "2"], "--controlnet-ratio 2.0 "),
+        (["--size", "132"], "--size 132x132 "),
+        (["--size", "32x"], "--size 32x .*WIDTHxHEIGHT"),
+        (["--for", "openvino"], "--for openvino .*'diffusers'"),
+        (["--format", "openvino"], "--format openvino .*'diffusers'"),
+        (["--output", "/proc/x"], "/proc/x .*No such file"),
+        (["--output", "/proc"], "/proc .*mount point"),
+        (["--output", f"{__file__}/out"], "Not a directory"),
+        (["--output", "x" * 300], "File name too long"),
     ],
 )
 def test_command_checks_its_options_before_it_loads_the_model(options, message, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(loading, "load_eager_pipeline", lambda *_: pytest.fail("the model was loaded"))
     assert main(["export", "--model", "x/y", "--output", str(tmp_path / "new" / "out"), *options]) == 2
-    assert message in capsys.readouterr().err
+    assert re.search(message, capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []
 
 

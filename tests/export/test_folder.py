@@ -94,7 +94,7 @@ def test_a_program_of_another_export_is_never_loaded(folder_of, runtime, change)
     expected = prediction_of(pipe, 0.5)
     change(folder, become_another_model(folder_of(runtime, "other")))
     np.testing.assert_array_equal(prediction_of(pipe, 0.5), expected)  # what is loaded stays as it is
-    with pytest.raises(ExportChangedError, match="has changed since the pipeline was loaded: call load_pipeline"):
+    with pytest.raises(ExportChangedError, match=r"has changed .*load_pipeline"):
         prediction_of(pipe, 0)
     with pytest.raises(ExportChangedError, match="has changed"):
         pipe.vae.encode(paddle.zeros([1, 3, 32, 40]))
@@ -142,7 +142,7 @@ def test_a_folder_that_changes_while_it_is_loaded(folder_of, monkeypatch):
         return read(path, **options)
 
     monkeypatch.setattr(Path, "read_text", late)
-    with pytest.raises(ExportChangedError, match=r"scheduler_config\.json has changed"):
+    with pytest.raises(ExportChangedError, match=r"scheduler_config\.json .*changed"):
         load_pipeline(folder, threads=1)
 
 
@@ -161,7 +161,7 @@ def test_an_engine_of_another_export_than_expected_is_an_error(folder_of):
     manifest = read_manifest(folder)
     assert load_engine(folder, expected=manifest, threads=1)
     become_another_model(folder)
-    with pytest.raises(ExportChangedError, match="replaced by another export since it was read"):
+    with pytest.raises(ExportChangedError, match="another export"):
         load_engine(folder, expected=manifest, threads=1)
 
 
@@ -194,7 +194,7 @@ def test_links_into_the_cache_of_a_hub_are_an_error_with_a_remedy(folder_of, tmp
     (tmp_path / "blobs").mkdir()
     (folder / "onnx" / "unet.weights").rename(tmp_path / "blobs" / "0123")
     (folder / "onnx" / "unet.weights").symlink_to(tmp_path / "blobs" / "0123")
-    with pytest.raises(ToMeExportError, match=r"is a link .*snapshot_download\(…, local_dir=DIR\)"):
+    with pytest.raises(ToMeExportError, match=r"is a link .*snapshot_download\("):
         load_pipeline(folder)
 
 
@@ -300,7 +300,7 @@ def test_nothing_is_derived_from_damaged_weights(folder_of):
     """Even if they are not compared when the folder is loaded: it would stay when they are repaired."""
     folder = folder_of("onnxruntime")
     flip(folder / "onnx" / "unet.weights", 0.5)
-    with pytest.raises(ToMeExportError, match=r"unet.weights differs from the exported file"):
+    with pytest.raises(ToMeExportError, match=r"unet.weights "):
         prediction_of(load_pipeline(folder, threads=1, verify=False), 0.5)
 
 
@@ -398,7 +398,7 @@ def test_paddle_programs_in_a_process_that_was_forked_are_an_error(folder_of, mo
     prediction_of(pipe, 0.5)
     monkeypatch.setattr(os, "getpid", lambda: 1)
     for ratio in (0.5, 0):
-        with pytest.raises(ToMeExportError, match=r'forked from one that has loaded Paddle programs.*"spawn"'):
+        with pytest.raises(ToMeExportError, match=r'forked .*"spawn"'):
             prediction_of(pipe, ratio)
     monkeypatch.setattr(Predictor, "_process", None)  # it was forked before a program was loaded
     prediction_of(pipe, 0.5)
@@ -406,5 +406,5 @@ def test_paddle_programs_in_a_process_that_was_forked_are_an_error(folder_of, mo
 
 @pytest.mark.parametrize("most", ["2", 1.5, [1]])
 def test_max_programs_that_is_no_number_is_an_error(exported_folder, most):
-    with pytest.raises(ToMeConfigError, match=r"max_programs=.* is not allowed: it must be 1 or more, or None"):
+    with pytest.raises(ToMeConfigError, match=r"max_programs=.* 1 or more, or None"):
         load_pipeline(exported_folder, max_programs=most)

@@ -151,7 +151,7 @@ def test_programs_are_compared_and_share_weights(onnx_folder, tiny):
 def test_the_other_format_is_an_error_with_a_remedy(onnx_folder, exported_folder):
     with pytest.raises(ToMeExportError, match=r"no Paddle programs.*--format both"):
         load(onnx_folder, "paddle")
-    with pytest.raises(ToMeExportError, match=r"no ONNX programs.*in the runtime paddle,"):
+    with pytest.raises(ToMeExportError, match=r"no ONNX programs.*runtime paddle"):
         load(exported_folder, "openvino")
 
 
@@ -551,7 +551,7 @@ def test_weights_of_another_program_are_an_error(tmp_path, converter):
         traceable = programs.Traceable(nn.Linear(4, size), (programs.Input("input", ("batch", 4)),))
         folder = tmp_path / f"{size}"
         folders.append((folder / save(traceable, folder, converter).program).parent)
-    with pytest.raises(ToMeExportError, match="2 tensors, which are not the 2 parameters of its program"):
+    with pytest.raises(ToMeExportError, match=r"2 tensors.*2 parameters"):
         converter.convert(folders[0] / "inference.json", folders[1] / "inference.pdiparams", "layer")
 
 
@@ -568,7 +568,7 @@ class Unknown(nn.Layer):
 
 def test_unknown_operators_are_one_clear_error(tmp_path, converter):
     traceable = programs.Traceable(Unknown(), (programs.Input("x", ("batch", 4)),))
-    with pytest.raises(ToMeExportError, match="cannot convert the layer to ONNX: .*" + "erfinv" * PADDLE2):
+    with pytest.raises(ToMeExportError, match=r"the layer.* ONNX.*" + "erfinv" * PADDLE2):
         save(traceable, tmp_path, converter)
     assert not list(tmp_path.rglob("*.onnx"))
 
@@ -579,7 +579,7 @@ def test_the_converter_works_again_after_it_was_aborted(tmp_path):
     files = [tmp_path / name for name in ("inference.pdmodel", "inference.pdiparams")]
     for file in files:
         file.write_bytes(b"not a program")
-    with pytest.raises(ToMeExportError, match="cannot convert the UNet to ONNX: "):
+    with pytest.raises(ToMeExportError, match=r"the UNet .*ONNX"):
         converter.convert(*files, "UNet")
     traceable = programs.Traceable(nn.Linear(4, 4), (programs.Input("input", ("batch", 4)),))
     with converter:
@@ -598,7 +598,7 @@ def test_precision_needs_hardware(monkeypatch, tmp_path, capsys):
             return ["FP32", "INT8"]
 
     monkeypatch.setattr("openvino.Core", Core)
-    with pytest.raises(ToMeConfigError, match="precision='bf16' is not allowed: the device cpu does not have it"):
+    with pytest.raises(ToMeConfigError, match=r"precision='bf16' .*cpu"):
         choose_runtime("openvino", precision="bf16")
     output = tmp_path / "result.json"
     options = ["--model", str(EMOJI_SD), "--size", "64", "--backend", "openvino-bf16", "--output", str(output)]
@@ -610,10 +610,10 @@ def test_precision_needs_hardware(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_missing_packages_are_named(runtime, monkeypatch, tiny, tmp_path):
     monkeypatch.setitem(sys.modules, runtime, None)
-    with pytest.raises(ToMeExportError, match=r"pip install --no-deps -r .*/ppdiffusers_tome/requirements/onnx\.txt"):
+    with pytest.raises(ToMeExportError, match=r"pip install .*/requirements/onnx\.txt"):
         choose_runtime(runtime)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ToMeExportError, match="needs paddle2onnx, onnx, onnxruntime"):
+    with pytest.raises(ToMeExportError, match="paddle2onnx, onnx, onnxruntime"):
         export_pipeline(tiny, tmp_path / "export", 0.5, [(32, 32)], format="onnx")
     assert not list(tmp_path.iterdir())
 
@@ -636,7 +636,7 @@ def test_wrong_files_are_an_error(tmp_path):
     path = tmp_path / "wrong.onnx"
     path.write_bytes(b"wrong")
     for name, runtime in RUNTIMES.items():
-        with pytest.raises(ToMeExportError, match=f"{name}.* cannot load"):
+        with pytest.raises(ToMeExportError, match=f"{name}.* load"):
             load_file(runtime, path)
 
 

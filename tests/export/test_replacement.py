@@ -129,7 +129,7 @@ def test_a_file_that_cannot_be_deleted_is_left_beside_the_new_folder(folder, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", refuse)
-        with pytest.warns(UserWarning, match=r"is complete, but .*immutable: not permitted.*\.partial"):
+        with pytest.warns(UserWarning, match=r"immutable.*\.partial"):
             replace(folder)
         (left,) = (path for path in folder.parent.iterdir() if path != folder)
         assert [path.name for path in left.iterdir()] == ["immutable"]
@@ -176,7 +176,7 @@ def test_of_two_that_write_a_new_folder_one_fails(tmp_path):
     message = "new was written by another process in the meantime"
     with pytest.raises(FileExistsError, match=message), replacing(new, overwrite=False) as first:
         (first / "content").write_text("first")
-        with pytest.raises(OSError, match="another process is writing it now"):
+        with pytest.raises(OSError, match="another process"):
             check_replaceable(new, overwrite=False)
         check_replaceable(new)
         check_replaceable(tmp_path / "other", overwrite=False)

@@ -169,7 +169,7 @@ def test_controlnet_is_fused_with_the_unet(others, tmp_path):
         draw(load(tmp_path / "out", cls=ppdiffusers.StableDiffusionPipeline))
     with pytest.raises(ToMeConfigError, match="--img2img"):
         exported.vae.encode(paddle.zeros([1, 3, 32, 32]))
-    with pytest.raises(ToMeConfigError, match=r"ExportedControlNet\.attn_processors needs layers"):
+    with pytest.raises(ToMeConfigError, match=r"ExportedControlNet\.attn_processors "):
         exported.controlnet.attn_processors  # noqa: B018
     with pytest.raises(ToMeConfigError, match="copy the exported folder"):
         exported.save_pretrained(str(tmp_path / "copy"))
@@ -236,7 +236,7 @@ def test_pipeline_class_of_ppdiffusers_loads_the_folder(exported_folder, tiny, m
 def test_sizes_and_ratios_that_were_not_exported(exported):
     with pytest.raises(ToMeConfigError, match=r"size=64x32 .* only 32x32, 48x32"):
         draw(exported, height=32, width=64)
-    with pytest.raises(ToMeConfigError, match=r"ratio=0.25 was not exported, only 0.5, 0\."):
+    with pytest.raises(ToMeConfigError, match=r"ratio=0.25 .*only 0.5, 0\."):
         exported.unet.ratio = 0.25
     assert exported.unet.ratio == 0.5
 
@@ -253,7 +253,7 @@ def test_at_most_so_many_programs_are_in_memory(exported_folder, exported):
 
 @pytest.mark.parametrize("most", [0, -1, True])
 def test_no_programs_in_memory_is_an_error(exported_folder, most):
-    with pytest.raises(ToMeConfigError, match=f"max_programs={most} is not allowed: it must be 1 or more, or None"):
+    with pytest.raises(ToMeConfigError, match=f"max_programs={most} .* 1 or more, or None"):
         load_pipeline(exported_folder, max_programs=most)
 
 
@@ -347,7 +347,7 @@ def test_calls_that_need_layers_or_weights(exported, over_its_models, settings):
 
 def test_weights_are_refused_before_they_are_downloaded(exported):
     for name in ("load_lora_weights", "load_textual_inversion", "load_ip_adapter"):
-        with pytest.raises(ToMeConfigError, match=f"StableDiffusionPipeline.{name} needs layers or weights"):
+        with pytest.raises(ToMeConfigError, match=f"StableDiffusionPipeline.{name} "):
             getattr(exported, name)("someone/weights")
     for name in ("unload_lora_weights", "enable_lora", "disable_lora"):  # in ppdiffusers 0.29.0 they always raise
         with pytest.raises(ToMeConfigError, match=REMEDIES):
@@ -369,9 +369,9 @@ def test_unet_called_directly(exported):
     sample, text = paddle.zeros([1, 4, 16, 16]), paddle.zeros([1, 24, 32])
     out = exported.unet(sample, 10, encoder_hidden_states=text)
     assert out.sample.shape == [1, 4, 16, 16]
-    with pytest.raises(ToMeConfigError, match="no input text_embeds"):
+    with pytest.raises(ToMeConfigError, match="text_embeds"):
         exported.unet(sample, 10, encoder_hidden_states=text, added_cond_kwargs={"text_embeds": text})
-    with pytest.raises(ToMeConfigError, match="without a ControlNet"):
+    with pytest.raises(ToMeConfigError, match="ControlNet"):
         exported.unet(sample, 10, encoder_hidden_states=text, down_block_additional_residuals=[sample])
     with pytest.raises(ToMeConfigError, match="2 values"):
         exported.unet(sample, paddle.to_tensor([1, 2]), encoder_hidden_states=text)
@@ -443,7 +443,7 @@ def test_onednn_is_on_if_it_passed_the_export(exported_folder, monkeypatch):
     draw(load(exported_folder, onednn=False))
     assert settings == 3 * [False]
     if not PADDLE2:
-        with pytest.raises(ToMeConfigError, match="onednn=True is not allowed"):
+        with pytest.raises(ToMeConfigError, match="onednn=True"):
             draw(load(exported_folder, onednn=True))
 
 
