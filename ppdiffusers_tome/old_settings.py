@@ -21,6 +21,8 @@ REPLACED = {
     "blend": 'leave it out: with method="tomesd" a merged token is the mean of its tokens',
     "window": "leave it out: only the matching of tokens needed it",
     "proportional": "leave it out: tokens that remain are not weighted by a size",
+    "for_gpu": "leave it out: exports have one form, which runs on CPUs and GPUs",  # of `export_pipeline`
+    "merge_map": "leave it out: no export has merge maps",  # the same
 }
 
 

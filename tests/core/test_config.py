@@ -108,6 +108,8 @@ INSTEAD = {  # what the error about each of them names
     "blend": ('method="tomesd"', "mean"),
     "window": ("leave it out",),
     "proportional": ("leave it out",),
+    "for_gpu": ("one form",),
+    "merge_map": ("leave it out",),
 }
 
 
