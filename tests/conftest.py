@@ -1,6 +1,6 @@
 """Shared by the tests: tiny random models, pipelines over the bundled one, and tools to inspect passes.
 
-What exports and measures has modules of its own, `exporting` and `measuring`, which are imported where they are used.
+What exports has a module of its own, `exporting`, which is imported where it is used.
 """
 
 import gc

@@ -13,7 +13,6 @@ from lab.speed.backends import EagerBackend
 from lab.speed.cases import Timing, make_case, make_configs, read_cases
 from lab.speed.catalog import make_arms
 from lab.speed.runner import WorkerEndedError, measure_all, worker_messages
-from measuring import messages_of_this_process
 
 
 def make(*arms, **fields):
@@ -163,8 +162,10 @@ def test_killed_run_continues_and_repeats_no_round(tmp_path, stub, monkeypatch):
 
 
 def messages_of(case, rounds, tmp_path):
-    """What the real worker sends in this process."""
-    return messages_of_this_process(case, Timing(rounds), tmp_path)
+    """What the real worker sends, in this process: to start one takes seconds."""
+    messages = []
+    worker.measure_case(lambda message: messages.append(copy.deepcopy(message)), case, Timing(rounds), tmp_path)
+    return messages
 
 
 def test_arm_that_fails_costs_no_other_arm(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ def test_a_run_ends_when_a_process_dies(tmp_path):
     assert "= 1 failed, " in done.stdout, done.stdout  # no second worker ran it and died again
 
 
-OF_OTHERS = {"matplotlib", "onnx", "openvino", "exporting", "measuring", "lab"}  # of plots, exports and benchmarks
+OF_OTHERS = {"matplotlib", "onnx", "openvino", "exporting", "lab"}  # of plots, exports and benchmarks
 
 
 def imported_by(path):
