@@ -107,13 +107,13 @@ CHROMIUM ?= $(shell command -v chromium || command -v google-chrome)
 browser:
 	@test -n "$(CHROMIUM)" || { echo 'Needs a browser (Debian: apt-get install chromium), or name one with CHROMIUM=' >&2; exit 1; }
 
-test-page: browser $(VENV)/.installed-test build/emoji/tome.json ## test the page in a browser, write images of it to build/page/ and docs/page.png: five minutes
+test-page: browser $(VENV)/.installed-test build/page-model/scenes_sd/tome.json ## test the page in a browser, write images of it to build/page/ and docs/page.png: five minutes
 	mkdir -p build/page
-	CHROMIUM=$(CHROMIUM) PAGE_MODEL=build/emoji PAGE_SCREENSHOTS=build/page OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 0 tests/serving/test_page.py tests/serving/test_page_scripts.py $(ARGS)
+	CHROMIUM=$(CHROMIUM) PAGE_MODEL=build/page-model/scenes_sd PAGE_SCREENSHOTS=build/page OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 0 tests/serving/test_page.py tests/serving/test_page_scripts.py $(ARGS)
 	if [ -f build/page/page.png ]; then cp build/page/page.png docs/page.png; fi
 
-build/emoji/tome.json: $(VENV)/.installed
-	$(PY) -m ppdiffusers_tome export --model examples/emoji_sd --output build/emoji --ratio 0.5 0.25 0.75 0 --img2img --overwrite
+build/page-model/scenes_sd/tome.json: $(VENV)/.installed
+	$(PY) -m ppdiffusers_tome export --model examples/scenes_sd --output build/page-model/scenes_sd --ratio 0.75 0.5 0.875 0 --img2img --overwrite
 
 check: $(VENV)/.installed-test ## run ruff, ruff format and mypy without changes
 	$(PY) -m ruff check .

@@ -134,16 +134,18 @@ class Running:
 
 
 @contextmanager
-def serving(engine=None, limits=LIMITS, config=None, load=None, name="fake", seconds=120, port=0, **options):
+def serving(
+    engine=None, limits=LIMITS, config=None, load=None, name="fake", methods=None, seconds=120, port=0, **options
+):
     """A ready server on 127.0.0.1, on a free port unless one is given, closed at the end.
 
-    `options` are those of the queue and of the pool.
+    `methods` are by default the engine's; `options` are those of the queue and of the pool.
     """
     engine, metrics = engine or FakeEngine(), Metrics()
     queue_options = {key: options.pop(key) for key in ("capacity", "max_batch", "batch_wait") if key in options}
     pool = EnginePool(load or (lambda: engine), JobQueue(metrics, **queue_options), metrics, **options)
     config = replace(config or AppConfig(steps=2), hosts=("x",))  # the Host header of requests written by hand
-    app = create_app(ServedModel(name, engine.sampler, engine.methods, limits), pool, metrics, config)
+    app = create_app(ServedModel(name, engine.sampler, methods or engine.methods, limits), pool, metrics, config)
     listener = listen("127.0.0.1", port)
     port = listener.getsockname()[1]  # before the start: a server whose model does not load closes it
     server = DrainingServer(app, pool, seconds, config.keep_alive_seconds)

@@ -482,4 +482,5 @@ def test_memory_is_optimized_unless_it_fails(device, name, tmp_path, monkeypatch
 @pytest.mark.skipif(not PADDLE2, reason="about Paddle 2.6")
 def test_programs_of_paddle_3_are_rejected_by_paddle_2(tmp_path):
     with pytest.raises(ToMeExportError, match="exported by Paddle 3"):
-        PaddleRuntime().load(ExportedFolder(tmp_path), ProgramFile("unet", "inference.json", "inference.pdiparams"))
+        file = ProgramFile("unet", program="inference.json", params="inference.pdiparams")
+        PaddleRuntime().load(ExportedFolder(tmp_path), file)

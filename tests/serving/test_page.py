@@ -29,7 +29,8 @@ from skimage.metrics import structural_similarity
 from ppdiffusers_tome.commands.serve import warm_up_jobs
 from ppdiffusers_tome.comparison.similarity import psnr
 from ppdiffusers_tome.methods import METHODS
-from ppdiffusers_tome.run.manifest import Size
+from ppdiffusers_tome.run.defaults import ModelDefaults, read_defaults
+from ppdiffusers_tome.run.manifest import Size, read_manifest
 from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.engine import Engine, load_engine
 
@@ -86,20 +87,25 @@ class ColorEngine(FakeEngine):
 
 @pytest.fixture(scope="module")
 def bundled():
-    """The server with the bundled model."""
-    ratios = RATIOS if MODEL else (0.5, 0.0)
-    limits = replace(LIMITS, sizes=(Size(128, 128),), ratios=ratios, image_to_image=bool(MODEL), steps=100)
+    """The server with a bundled model: that of PAGE_MODEL, or emoji_sd."""
+    size, methods = Size(128, 128), {0.5: "interlace", 0.0: ""}
+    own = ModelDefaults(guidance_scale=2.0, prompts=PROMPTS)
+    if MODEL:
+        manifest, own = read_manifest(MODEL), read_defaults(Path(MODEL))
+        size, methods = manifest.sizes[0], manifest.methods
+    limits = replace(LIMITS, sizes=(size,), ratios=(*methods,), image_to_image=bool(MODEL), steps=100)
 
     def load():
         if not MODEL:
-            return EagerEngine(load_bundled(), methods={0.5: "interlace", 0.0: ""})
+            return EagerEngine(load_bundled(), methods=methods)
         engine = load_engine(Path(MODEL), threads=1)
-        for job in warm_up_jobs(limits, 2.0):
+        for job in warm_up_jobs(limits, own.guidance_scale):
             engine.generate([job])
         return engine
 
-    config = AppConfig(guidance_scale=2.0, prompts=PROMPTS)
-    with serving(load=load, name="emoji_sd", limits=limits, config=config) as server:
+    config = AppConfig(guidance_scale=own.guidance_scale, prompts=own.prompts)
+    name = Path(MODEL or "emoji_sd").name
+    with serving(load=load, name=name, methods=methods, limits=limits, config=config) as server:
         until(lambda: server.pool.state == "ready", 120)
         yield server
 
@@ -229,18 +235,23 @@ def test_generate_and_download(browser, bundled):
     """Plain and merged from the same noise; the measures are those of the downloaded files."""
     with opened(browser, bundled, viewport={"width": 1400, "height": 900}) as page:
         fill(page, seed=1)
-        expect(page.locator("#tokens")).to_have_text("9 of 24 tokens")
+        expect(page.locator("#tokens")).to_have_text(
+            re.compile(r"[0-9]+ of [0-9]+ tokens") if MODEL else "9 of 24 tokens"
+        )
         take_screenshot(page, "page_first")
+        model = page.evaluate("async () => (await (await fetch('/v1/models')).json()).data[0]")
         generate(page, steps=20 if SCREENSHOTS else 5)
         names, files = zip(*(downloaded(page, name) for name in ("left", "right", "settings")), strict=True)
-        assert names == ("plain_seed1.png", "ratio0.5_seed1.png", "settings_seed1.json")
+        ratio = model["tome_ratios"][0]
+        assert names == ("plain_seed1.png", f"ratio{ratio}_seed1.png", "settings_seed1.json")
         images = [Image.open(io.BytesIO(file)) for file in files[:2]]
         made = [json.loads(image.text["ppdiffusers_tome"]) for image in images]
-        assert [one["tome_ratio"] for one in made] == [0, 0.5] and [one["seed"] for one in made] == [1, 1]
+        assert [one["tome_ratio"] for one in made] == [0, ratio] and [one["seed"] for one in made] == [1, 1]
         plain, merged = map(pixels, files[:2])
         results = json.loads(files[2])
-        expected = {"prompt": "a 3d render of fox", "seed": 1, "guidance_scale": 2, "size": "128x128"}
-        assert expected.items() <= results.items() and results["tome_ratio"] == 0.5
+        expected = {"prompt": model["prompts"][0], "seed": 1, "guidance_scale": model["guidance_scale"]}
+        expected |= {"size": model["sizes"][0], "tome_ratio": ratio}
+        assert expected.items() <= results.items()
         shown, (of_plain, of_merged) = results["shown"], results["images"]
         assert shown["psnr"] == pytest.approx(psnr(plain, merged), abs=0.01) and shown["psnr"] < 70
         assert shown["ssim"] == pytest.approx(gray_ssim(plain, merged), abs=1e-3)
