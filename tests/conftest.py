@@ -4,13 +4,11 @@ What exports has a module of its own, `exporting`, which is imported where it is
 """
 
 import gc
-import inspect
 import sys
 import threading
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import absl.logging
 import cuda_attention  # noqa: F401 - before ppdiffusers, which looks for a GPU when it is imported
@@ -58,23 +56,6 @@ def _what_is_there_stays():
 @pytest.fixture(autouse=True)
 def _seed():
     paddle.seed(0)
-
-
-# Where Paddle looks for the lines of Python that an operator comes from, and what it finds in tests.
-ORIGINS = {
-    "paddle.base.framework.traceback": SimpleNamespace(extract_stack=list),
-    "paddle.base.layers.math_op_patch.inspect": SimpleNamespace(stack=partial(inspect.stack, 0)),
-    "paddle.jit.dy2static.program_translator.create_and_update_origin_info_map": lambda *_, **__: None,
-}
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _without_origins():
-    """To look for them takes half of the time of an export with Paddle 2.6."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, replaced in ORIGINS.items():
-            patch.setattr(name, replaced)
-        yield
 
 
 THREE_LEVELS = {name: SDXL[name] for name in ("block_out_channels", "down_block_types", "up_block_types")}

@@ -177,7 +177,7 @@ def test_every_program_was_compared_with_eager(exported_folder):
 
 
 def test_a_program_holds_no_paths_of_this_machine(tmp_path, monkeypatch):
-    """Paddle stores the call stack of each operator. conftest's ORIGINS empties it, and this test brings it back."""
+    """Paddle stores the call stack of each operator. exporting's ORIGINS empties it, and this test brings it back."""
     monkeypatch.setattr("paddle.base.framework.traceback", traceback)
     traceable = programs.Traceable(paddle.nn.Linear(4, 4), (programs.Input("input", ("batch", 4)),))
     file = tracing.save(traceable, PlannedProgram("layer"), tmp_path, "x", {}, 1)
