@@ -21,7 +21,7 @@ from ppdiffusers_tome.inference import export_pipeline, read_manifest
 # as users have.
 MIN_THREADS, tracing.MIN_THREADS = tracing.MIN_THREADS, 1
 
-# Where Paddle looks for the lines of Python that an operator comes from, half of the time of an export with Paddle 2.6.
+# Where Paddle looks for the lines of Python that an operator comes from: half of an export's time with Paddle 2.6.
 ORIGINS = {
     "paddle.base.framework.traceback": SimpleNamespace(extract_stack=list),
     "paddle.base.layers.math_op_patch.inspect": SimpleNamespace(stack=partial(inspect.stack, 0)),
