@@ -66,7 +66,12 @@ def require_model_folder(model: str | Path, hub_names: bool = False) -> None:
 
 def pipeline_class(model: str) -> type[DiffusionPipeline] | None:
     """The class of the pipeline in a folder; None for a hub name, or if ppdiffusers has no class of that name."""
-    name = _read_index(model).get("_class_name")
+    return _class_of(_read_index(model))
+
+
+def _class_of(index: dict[str, Any]) -> type[DiffusionPipeline] | None:
+    """The class that a model_index.json names; None if it names none, or ppdiffusers has none of that name."""
+    name = index.get("_class_name")
     return getattr(ppdiffusers, name, None) if isinstance(name, str) else None
 
 
@@ -110,8 +115,9 @@ def load_eager_pipeline(
         # ppdiffusers asks for what the folder says is absent, such as the third text encoder of Stable Diffusion 3.
         dropped: dict[str, Any] = {name: None for name, part in index.items() if part == [None, None]}
         if not safety_checker:
-            cls = getattr(ppdiffusers, str(index.get("_class_name")), DiffusionPipeline)
-            has_checker = controlnet is not None or "safety_checker" in inspect.signature(cls).parameters
+            own = _class_of(index) or DiffusionPipeline
+            cls = own if controlnet is None else StableDiffusionControlNetPipeline
+            has_checker = "safety_checker" in inspect.signature(cls).parameters
             dropped |= {"safety_checker": None, "requires_safety_checker": False} if has_checker else {}
         if controlnet is None:
             return DiffusionPipeline.from_pretrained(model, **arguments, **dropped)

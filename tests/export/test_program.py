@@ -6,7 +6,7 @@ The tests also export programs that break each rule, to show that the checks det
 import paddle
 import pytest
 from conftest import tiny_pipeline
-from exporting import export_linked
+from exporting import export_linked, unmerged_programs
 from paddle.static import InputSpec
 from ppdiffusers.patches.tomesd_patch_utils import bipartite_soft_matching_random2d
 from program_reader import Variable, read_program
@@ -24,9 +24,9 @@ CHANNELS = 32  # of tiny_pipeline's one level
 @pytest.fixture(scope="module")
 def folder_of_pairs(exported_folder, tmp_path_factory):
     """The first program of that export by the method "tomesd"."""
-    folder, manifest = tmp_path_factory.mktemp("pairs") / "out", read_manifest(exported_folder)
-    linked = [(exported_folder, file) for file in manifest.programs if not file.ratio]
-    export_linked(tiny_pipeline(), folder, 0.5, manifest.sizes[:1], linked=linked, method="tomesd")
+    folder, size = tmp_path_factory.mktemp("pairs") / "out", read_manifest(exported_folder).sizes[0]
+    linked = unmerged_programs(exported_folder)
+    export_linked(tiny_pipeline(), folder, 0.5, [size], linked=linked, method="tomesd")
     return folder
 
 
