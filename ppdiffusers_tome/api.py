@@ -47,6 +47,7 @@ def apply_tome(
     merge_crossattn: bool | Unset = UNSET,
     merge_mlp: bool | Unset = UNSET,
     min_tokens: int | Unset = UNSET,
+    merge_steps: str | Unset = UNSET,
     config: ToMeConfig | str | Path | None = None,
     controlnet: bool | float = True,
     **unknown: Any,
@@ -61,8 +62,8 @@ def apply_tome(
             more from the plain one. None: the ratio of `config`, or the method's default. With the default method it
             is the share of keys and values that attention leaves out, from 0 to 15/16, and 0.75 by default.
         method: how tokens merge: "interlace", the default, "todo", or in UNets and their ControlNets "tomesd".
-        max_downsample, sx, sy, use_rand, seed, merge_attn, merge_crossattn, merge_mlp, min_tokens: as in `ToMeConfig`,
-            which describes them with their ranges and defaults.
+        max_downsample, sx, sy, use_rand, seed, merge_attn, merge_crossattn, merge_mlp, min_tokens, merge_steps: as in
+            `ToMeConfig`, which describes them with their ranges and defaults.
         config: all settings but `controlnet` at once: a ToMeConfig, or a file that `ToMeConfig.save` wrote. Settings
             that are passed beside it replace its own.
         controlnet: True to merge in ControlNets with the same settings, False to leave them plain, or a ratio for
@@ -98,6 +99,7 @@ def apply_tome(
         "merge_crossattn": merge_crossattn,
         "merge_mlp": merge_mlp,
         "min_tokens": min_tokens,
+        "merge_steps": merge_steps,
     }
     given: dict[str, Any] = {name: value for name, value in settings.items() if value is not UNSET}
     if ratio is not None:

@@ -152,7 +152,7 @@ def _apply(denoiser: nn.Layer, config: ToMeConfig, placed: list[tuple[MergeableB
 
 def _install(block: MergeableBlock, placement: Placement, attachment: Attachment) -> None:
     if block.timestep_layer is not None:
-        ensure(block.timestep_layer, TimestepWrap(attachment))
+        ensure(block.timestep_layer, TimestepWrap(attachment, block.family))
     transformer = ensure(block.transformer, TransformerWrap(attachment)) if block.is_in_unet else None
     grid = ensure(block.grid_layer, GridWrap(attachment, block, transformer))
     ensure(block.block, BlockWrap(attachment, block, grid))

@@ -22,6 +22,7 @@ from ..families.stream import split
 from ..families.table import Family
 from ..grid import Grid
 from ..methods.plan import MergePlan
+from ..methods.steps import plain_steps_of
 from ..methods.turns import Turn, turn_at, turn_table
 from .forward import Wrap, is_outermost
 from .placement import Placement
@@ -89,10 +90,11 @@ class Applied(NamedTuple):
 
 
 class TimestepOfPass(NamedTuple):
-    """The timestep of a pass, as methods that take turns need it."""
+    """What follows from the timestep of a pass."""
 
     turn: paddle.Tensor  # [1] int64: its number
     batch: int  # rows that have a timestep each; -1 where a program does not know it
+    is_plain: bool | paddle.Tensor = False  # whether all tokens remain; in a program [1] bool, which its run decides
 
 
 class Pass:
@@ -210,10 +212,16 @@ class PassWrap(Wrap):
 
 
 class TimestepWrap(PassWrap):
-    """Wrap of the layer that gets the timestep: compute whose turn it is, once in a pass."""
+    """Wrap of the layer that gets the timestep: read it, once in a pass.
 
-    def __init__(self, attachment: Attachment) -> None:
+    Args:
+        attachment: of the denoiser.
+        family: of its blocks.
+    """
+
+    def __init__(self, attachment: Attachment, family: Family) -> None:
         super().__init__(attachment)
+        self._family = family
         self._tables = Cache()
 
     def begins(self, before: Pass | None) -> bool:
@@ -223,7 +231,7 @@ class TimestepWrap(PassWrap):
         timestep = _first(args, kwargs)
         one = self.enter(layer, timestep)
         if one is not None and one.applied is not None and one.applied.config.takes_turns:
-            one.timestep = read_timestep(timestep, self._tables)
+            one.timestep = read_timestep(timestep, one.applied.config, self._family, self._tables)
         return self.forward(layer, *args, **kwargs)
 
 
@@ -277,12 +285,19 @@ def _first(args: tuple, kwargs: dict[str, Any]) -> Any:
     return args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
 
 
-def read_timestep(timestep: paddle.Tensor, tables: Cache) -> TimestepOfPass:
-    """Whose turn it is at a timestep, [B] or one number. `tables` caches the table of turns by device."""
+def read_timestep(timestep: paddle.Tensor, config: ToMeConfig, family: Family, tables: Cache) -> TimestepOfPass:
+    """What follows from a timestep, [B] or one number, with a config. `tables` caches the table of turns by device.
+
+    Where the first and last steps are plain, eager mode decides it in Python, and waits for a GPU to know the value.
+    """
     with paddle.no_grad():
         is_eager = paddle.in_dynamic_mode()
         table = tables.get(paddle.get_device(), turn_table) if is_eager else turn_table()
-        return TimestepOfPass(turn_at(timestep, table), timestep.shape[0] if timestep.ndim else 1)
+        is_plain: bool | paddle.Tensor = False
+        if config.has_plain_steps:
+            is_plain = plain_steps_of(family.is_flow).include(timestep)
+            is_plain = bool(is_plain) if is_eager else is_plain
+        return TimestepOfPass(turn_at(timestep, table), timestep.shape[0] if timestep.ndim else 1, is_plain)
 
 
 # Blocks
@@ -352,8 +367,14 @@ class BlockWrap(PassWrap):
             return None
         arguments = inspect.signature(type(layer).forward).bind(layer, None, *args, **kwargs).arguments
         timestep = arguments.get(name)
+        if timestep is None:
+            return None
+        read = read_timestep(timestep, placement.config, self._family, self._tables)
         # Blocks that get the timestep are those of images. One timestep may be that of both halves of guidance.
-        return None if timestep is None else read_timestep(timestep, self._tables)._replace(batch=-1)
+        read = read._replace(batch=-1)
+        if one is not None:
+            one.timestep = read  # for the blocks after this one
+        return read
 
     def _plan(
         self,
@@ -371,7 +392,8 @@ class BlockWrap(PassWrap):
         metric = split(self._facts.gets_text, tokens, grid.tokens).image
         self._grid.check(grid, metric.shape[1])
         kept = placement.count_kept(grid)
-        if kept == grid.tokens:
+        is_plain = timestep is not None and timestep.is_plain
+        if kept == grid.tokens or is_plain is True:
             return None
         frames = metric.shape[1] // grid.tokens
         if frames > 1:
@@ -379,6 +401,8 @@ class BlockWrap(PassWrap):
         number = None if timestep is None else timestep.turn
         turn = Turn(number, frames if frames > 1 else self._frames_in_batch(metric, timestep))
         choice = placement.method.choose(metric, self._constants_of(placement, grid, kept), kept, turn)
+        if is_plain is not False:
+            choice = choice.or_all(is_plain, grid.tokens)
         return MergePlan(choice, grid.tokens, frames)
 
     def _frames_in_batch(self, metric: paddle.Tensor, timestep: TimestepOfPass | None) -> int:

@@ -35,7 +35,10 @@ class Placement:
         return self.config.takes_turns
 
     def count_kept(self, grid: Grid) -> int:
-        """How many tokens of a grid, or of each frame of a video, remain; all of them where nothing merges."""
+        """How many tokens of a grid, or of each frame of a video, remain in a step that merges.
+
+        All of them remain where nothing merges.
+        """
         if self.share == 1 or grid.tokens < self.config.min_tokens:
             return grid.tokens
         return self.method.count_kept(grid, self.config, self.share)

@@ -148,7 +148,7 @@ def _mask_of_keys(
     dtype: paddle.dtype,
 ) -> paddle.Tensor:  # [B, 1, 1, T + K]: what is added to the scores
     of_text = (1 - cast(mask[..., -text:], paddle.float32)) * MASKED
-    of_image = paddle.zeros([1, 1, 1, plan.kept]).expand([mask.shape[0], -1, -1, -1])
+    of_image = plan.rows(paddle.zeros([plan.tokens, 1])).reshape([1, 1, 1, -1]).expand([mask.shape[0], -1, -1, -1])
     return cast(paddle.concat([of_text, of_image], axis=-1), dtype)
 
 
@@ -186,6 +186,6 @@ def rotate(
     """Rotate pairs of neighbouring channels by the angles of each token, in float32."""
     cos, sin = (table.unsqueeze(-2) for table in rows)  # over heads
     wide = cast(x, paddle.float32)
-    pairs = wide.reshape([*x.shape[:-1], -1, 2])
+    pairs = wide.reshape([0, 0, 0, x.shape[-1] // 2, 2])  # S may be unknown in a program
     rotated = paddle.stack([-pairs[..., 1], pairs[..., 0]], axis=-1).flatten(-2)
     return cast(wide * cos + rotated * sin, x.dtype)

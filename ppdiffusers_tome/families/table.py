@@ -80,6 +80,7 @@ class Family:
     controlnets: tuple[type | str, ...] = ()  # those models that are ControlNets
     # Layers of the denoiser: the first argument of the first that exists is the timestep, [B] from 0 to 1000.
     timestep_inputs: tuple[str, ...] = ()
+    is_flow: bool = False  # whether timesteps are shares of noise, in thousandths
     has_frame_rows: bool = False  # whether a batch may have several rows for each timestep, the frames of a video
     block_lists: tuple[str, ...] = ("transformer_blocks",)
     attention: Attention = field(default_factory=Attention)
@@ -129,6 +130,7 @@ FAMILIES: list[Family] = [
         blocks={JointTransformerBlock: _joint(attn=("attn", "attn2"))},
         grid_layers=("pos_embed",),
         timestep_inputs=("time_text_embed",),
+        is_flow=True,
         controlnets=("SD3ControlNetModel",),
         text_tokens=77 + 256,  # of CLIP and T5
         text_layers=("context_embedder",),
@@ -142,6 +144,7 @@ FAMILIES: list[Family] = [
         },
         grid_layers=("pos_embed",),
         timestep_inputs=("time_text_embed",),
+        is_flow=True,
         controlnets=("FluxControlNetModel",),
         block_lists=("transformer_blocks", "single_transformer_blocks"),
         only_processor="FluxAttnProcessor2_0",
@@ -183,6 +186,7 @@ FAMILIES: list[Family] = [
         blocks={"WanTransformerBlock": Block(mlp=("ffn",))},
         grid_layers=("patch_embedding",),
         timestep_inputs=("condition_embedder",),
+        is_flow=True,
         block_lists=("blocks",),
         only_processor="WanAttnProcessor2_0",
         positions="rotary_emb",
@@ -201,6 +205,7 @@ FAMILIES: list[Family] = [
         },
         grid_layers=("x_embedder.proj",),
         timestep_inputs=("time_text_embed",),
+        is_flow=True,
         block_lists=("transformer_blocks", "single_transformer_blocks"),
         only_processor="HunyuanVideoAttnProcessor2_0",
         positions="image_rotary_emb",

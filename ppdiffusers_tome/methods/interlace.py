@@ -1,7 +1,8 @@
 """Interlace: keys and values are those of a part of the tokens, and of another part in each step.
 
 Attention over the same part of the keys makes the same error in every step, and over an image it adds up. With
-another part in each step the errors cancel. A gather moves the tokens, and no tokens are compared.
+another part in each step the errors cancel, and the steps in which they do not keep all tokens. A gather moves the
+tokens, and no tokens are compared.
 """
 
 from collections.abc import Sequence
@@ -33,6 +34,9 @@ class Interlace(Method):
 
     def takes_turns(self, settings: Settings) -> bool:
         return True
+
+    def has_plain_steps(self, settings: Settings) -> bool:
+        return settings.merge_steps == "middle"
 
     def kept_shares(self, settings: Settings, count: int, last: int | None) -> Sequence[float]:
         """The share of keys that each block keeps: whole parts, which are 1 - ratio on average.
@@ -71,7 +75,7 @@ def _whole_parts(parts: float) -> int:
     return max(1, min(round(parts), PARTS))
 
 
-INTERLACE = Interlace("interlace")
+INTERLACE = Interlace("interlace", settings=frozenset({"merge_steps"}))
 
 
 def ranks(grid: Grid) -> np.ndarray:  # [h, w] int64

@@ -27,6 +27,8 @@ class Settings(Protocol):
     def use_rand(self) -> bool: ...
     @property
     def seed(self) -> int: ...
+    @property
+    def merge_steps(self) -> str: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +66,10 @@ class Method(ABC):
 
     def takes_turns(self, settings: Settings) -> bool:
         """Whether other timesteps choose other tokens."""
+        return False
+
+    def has_plain_steps(self, settings: Settings) -> bool:
+        """Whether the steps of `methods.steps` keep all tokens."""
         return False
 
     def kept_shares(self, settings: Settings, count: int, last: int | None) -> Sequence[float]:

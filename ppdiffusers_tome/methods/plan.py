@@ -3,9 +3,11 @@
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import paddle
 
 from ..errors import ToMePassError
+from ..grid import constant
 from ..tensors import HALF, cast, count_rows, gather
 
 
@@ -26,6 +28,22 @@ class Choice(NamedTuple):
 
     positions: paddle.Tensor  # int64: [1, K] or [F, K], or [B, K] with `merging`
     merging: Merging | None = None
+
+    def or_all(self, is_all: paddle.Tensor, tokens: int) -> "Choice":  # is_all: [1] bool
+        """This choice, or all of the N tokens where only the run of a program decides it: K is unknown in it."""
+        rows, kept = self.positions.shape
+        padding = paddle.zeros([rows, tokens - kept], dtype="int64")
+        some = paddle.concat([self.positions, padding], axis=1).reshape([1, -1])
+        every, counts = _all_positions(rows, tokens, kept)
+        one = cast(is_all, paddle.int64)  # 0 or 1
+        positions = paddle.gather(paddle.concat([some, every]), one).reshape([rows, tokens])
+        return Choice(paddle.slice(positions, axes=[1], starts=[0], ends=paddle.gather(counts, one)))
+
+
+@paddle.jit.not_to_static  # constants, which Paddle would compute in the program
+def _all_positions(rows: int, tokens: int, kept: int) -> tuple[paddle.Tensor, paddle.Tensor]:  # [1, rows·N], [2]
+    """All N tokens in each of a number of rows, and how many remain by a choice and without."""
+    return constant(np.tile(np.arange(tokens), rows)[None]), constant(np.array([kept, tokens]))
 
 
 class MergePlan:
@@ -77,7 +95,9 @@ class MergePlan:
             if self._group == 1:
                 return gather(x, self._index, axis=1)
             groups = x.reshape([-1, self._group * self._frame, channels])
-            return gather(groups, self._index, axis=1).reshape([-1, self.kept, channels])
+            kept = gather(groups, self._index, axis=1)
+            # The number of tokens that remain may be unknown in a program, which then knows that of the rows.
+            return kept if self._group == self._frames else kept.reshape([x.shape[0], -1, channels])
         rows = x.reshape([-1, channels])
         wide = paddle.float32 if x.dtype in HALF else x.dtype  # sums are rounded once
         # Intermediates have no names so that they are freed at once and their memory is reused: measured 20 % faster.

@@ -1,0 +1,52 @@
+"""In which steps tokens merge: methods may keep all tokens in the first steps of an image and in the last ones.
+
+The first steps decide what is in an image, and guidance multiplies their errors. The last ones that have weight are
+followed by none that corrects them, and solvers of higher order multiply their differences. Which steps these are
+follows from the noise level alone, not from a count of steps: so a pass needs no state, and an exported program no
+other input.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import paddle
+
+from ..tensors import cast
+
+
+class PlainSteps(NamedTuple):
+    """The steps that keep all tokens, by what a denoiser gets as timestep; every bound is included.
+
+    Below `last_from` steps have little weight: schedules of Karras et al. have a quarter of theirs there.
+    """
+
+    first: float  # those with at least this much noise
+    last_from: float  # those with noise between these two
+    last_to: float
+
+    def include(self, timestep: paddle.Tensor) -> paddle.Tensor:  # [B] or a single number, of any dtype → [1] bool
+        """Whether a step keeps all tokens: for the whole batch by the timestep of its first row."""
+        # In a program the length of a slice may be unknown.
+        first = cast(timestep.reshape([-1])[:1].reshape([1]), paddle.float32)
+        return (first >= self.first) | ((first >= self.last_from) & (first <= self.last_to))
+
+    def count(self, timesteps: Iterable[float]) -> int:
+        """How many of these steps keep all tokens.
+
+        Example:
+            >>> PLAIN_STEPS.count(range(951, 0, -50))  # 20 steps of DDIM
+            6
+        """
+        return sum(t >= self.first or self.last_from <= t <= self.last_to for t in map(float, timesteps))
+
+
+# Chosen by benchmarks/samplers.py. In timesteps from 0 to 1000 of the noise schedule of Stable Diffusion, they are
+# noise levels σ of 5.11 and more, and of 0.138 to 0.378.
+PLAIN_STEPS = PlainSteps(800, 20, 115)
+# The same noise levels in flows, whose timestep is the share σ / (1 + σ) of noise, in thousandths.
+PLAIN_STEPS_OF_FLOWS = PlainSteps(836, 121, 274)
+
+
+def plain_steps_of(is_flow: bool) -> PlainSteps:
+    """The steps that keep all tokens, by whether timesteps are those of a flow."""
+    return PLAIN_STEPS_OF_FLOWS if is_flow else PLAIN_STEPS
