@@ -90,7 +90,7 @@ def export_pipeline(
         overwrite: replace an earlier export in folder, once the new one is complete.
         progress: print a line to stderr before each program is written, which takes seconds to minutes.
         settings: as in `apply_tome`: method, max_downsample, sx, sy, use_rand, seed, merge_attn, merge_crossattn,
-            merge_mlp, min_tokens.
+            merge_mlp, min_tokens, merge_steps.
 
     Returns:
         The manifest that was written to `tome.json`. With layout="diffusers" it describes the programs that the folder

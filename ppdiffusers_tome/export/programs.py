@@ -23,8 +23,8 @@ NORMAL: Sample = np.random.RandomState.standard_normal
 UNIFORM: Sample = np.random.RandomState.random_sample  # from 0 to 1
 
 
-def _integers(below: int) -> Sample:
-    return lambda random, shape: random.randint(0, below, shape)
+def _integers(below: int, least: int = 0) -> Sample:
+    return lambda random, shape: random.randint(least, below, shape)
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def unet_inputs(unet: nn.Layer, time_ids: int = 6) -> tuple[Input, ...]:
     config, batch = unet.config, "batch"
     inputs: tuple[Input, ...] = (
         Input("sample", (batch, config.in_channels, "latent_height", "latent_width")),
-        Input("timestep", (1,), _integers(1000)),
+        Input("timestep", (1,), _integers(800, 200)),  # tokens merge in these steps
         Input("encoder_hidden_states", (batch, "tokens", config.cross_attention_dim)),
     )
     if config.addition_embed_type == "text_time":

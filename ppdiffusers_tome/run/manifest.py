@@ -92,6 +92,18 @@ class ExportedMerging:
         """The ratio at which they were exported."""
         return float(self.own["ratio"])
 
+    @property
+    def has_plain_steps(self) -> bool:
+        """Whether the first and last steps of an image keep all tokens."""
+        return self._chooses_steps and self.own.get("merge_steps") == "middle"
+
+    @property
+    def _chooses_steps(self) -> bool:
+        """Whether the method has the setting `merge_steps`."""
+        from ..methods import METHODS  # here, because a manifest is read without Paddle
+
+        return self.method in METHODS and METHODS[self.method].has("merge_steps")
+
     def settings(self) -> dict[str, Any]:
         """All settings, ready for JSON."""
         return {**self.own}
@@ -99,9 +111,11 @@ class ExportedMerging:
     def changed_settings(self) -> dict[str, Any]:
         """The ratio and the settings that differ from their defaults; of those that are no more, what is on."""
         off = (None, False)
+        # Programs of release 3.0 merge in all steps.
+        own = {**self.own, "merge_steps": self.own.get("merge_steps", "all")} if self._chooses_steps else self.own
         return {
             name: value
-            for name, value in self.own.items()
+            for name, value in own.items()
             if name == "ratio" or (value != DEFAULTS[name] if name in DEFAULTS else value not in off)
         }
 

@@ -16,6 +16,7 @@ from ppdiffusers_tome.export import programs, tracing
 from ppdiffusers_tome.export.conversion import Converter
 from ppdiffusers_tome.families.models import find_blocks
 from ppdiffusers_tome.inference import OnnxRuntime, OpenVinoRuntime, PaddleRuntime, ProgramFile, Size, read_manifest
+from ppdiffusers_tome.methods.steps import PLAIN_STEPS
 from ppdiffusers_tome.methods.turns import turn_table
 from ppdiffusers_tome.run.folder import ExportedFolder
 from ppdiffusers_tome.run.manifest import PlannedProgram
@@ -26,7 +27,7 @@ RUNTIMES = {
     "onnxruntime": OnnxRuntime(threads=1),
     "openvino": OpenVinoRuntime(threads=1),
 }
-TIMESTEPS = (999, 501, 481, 1)
+TIMESTEPS = (999, 501, 481, 51, 1)  # the first and the fourth keep all tokens
 SIDE = 16  # of the latents, which are the tokens
 CHANNELS = 32  # of tiny_pipeline's one level
 CONFIG = ToMeConfig(0.75)
@@ -70,14 +71,18 @@ def inputs_at(timestep):
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_a_program_equals_eager_in_every_turn(runtime, folder, monkeypatch):
-    program, unet = load(folder, "unet", runtime), merged_unet()
-    assert len({int(turn_table()[timestep]) for timestep in TIMESTEPS} - {0}) == 3
+    program, unet, plain = load(folder, "unet", runtime), merged_unet(), merged_unet().remove_tome()
+    assert len({int(turn_table()[timestep]) for timestep in TIMESTEPS}) == 4
     for timestep in TIMESTEPS:
         inputs = inputs_at(timestep)
         with paddle.no_grad():
             expected = unet(**inputs, return_dict=False)[0].numpy()
         (actual,) = program(**inputs)
         np.testing.assert_allclose(actual.numpy(), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+        with paddle.no_grad():
+            of_plain = plain(**inputs, return_dict=False)[0].numpy()
+        difference = np.abs(actual.numpy() - of_plain).max() / np.abs(of_plain).max()
+        assert difference < 1e-5 if PLAIN_STEPS.count([timestep]) else difference > 1e-4
     monkeypatch.setattr(passes, "turn_at", lambda timestep, table: paddle.zeros([1], "int64"))
     with paddle.no_grad():
         in_another_turn = unet(**inputs, return_dict=False)[0].numpy()
@@ -103,8 +108,8 @@ def test_a_block_moves_its_tokens_by_one_gather(exported_folder):
 MOVES = ("gather", "gather_nd", "index_select", "take_along_axis", "index_sample")
 
 
-def test_an_onnx_program_has_a_gather_of_tokens_and_one_of_indices_in_each_block(folder):
-    """And once in a pass one that reads the turn."""
+def test_an_onnx_program_has_a_gather_of_tokens_and_three_of_a_row_in_each_block(folder):
+    """Those of rows read the turn's indices, these or all, and their count; once in a pass one reads the turn."""
     (path,) = (folder / "unet").glob("*.onnx")
     merged = onnx.load(str(path), load_external_data=False).graph
     constants = {tensor.name for tensor in merged.initializer}
@@ -113,8 +118,11 @@ def test_an_onnx_program_has_a_gather_of_tokens_and_one_of_indices_in_each_block
     of_tables = [node for node in gathers if node.input[0] in constants and node.input[1] not in constants]
     of_turn = [node for node in of_tables if any(node.output[0] in other.input for other in of_tables)]
     blocks = len(find_blocks(tiny_pipeline().unet))
-    moving = [node for node in gathers if node not in of_tables and node.input[1] not in constants]
-    assert (len(of_turn), len(of_tables), len(moving)) == (1, 1 + blocks, blocks)
+    others = [node for node in gathers if node not in of_tables and node.input[1] not in constants]
+    moving = [
+        node for node in others if any(attribute.name == "axis" and attribute.i == 1 for attribute in node.attribute)
+    ]
+    assert (len(of_turn), len(of_tables), len(others), len(moving)) == (1, 1 + 2 * blocks, 2 * blocks, blocks)
 
 
 @pytest.mark.parametrize(("options", "ratios"), [([], [0.75]), (["--ratio", "0.5", "0"], [0.5, 0])])

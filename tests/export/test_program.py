@@ -43,13 +43,24 @@ def test_merging_follows_the_rules(method, request):
         assert any(out.dtype == "float32" and out.shape == tokens for op in program for out in op.outputs)
         has_pairs = bool(file.ratio) and method == "tomesd"
         assert ("scatter_nd_add" in {op.name for op in program}) == has_pairs
-        assert list(map(str, broken_rules(program, channels))) == [], file.name
+        broken = broken_rules(program, channels)
+        if file.ratio and method == "interlace":  # the step decides how many tokens remain, once in a block
+            merging = [one for one in placed_in_unet(method) if one.count_kept(grid) < grid.tokens]
+            counted = [one for one in broken if one.rule == WAITS and one.operation.name == "slice"]
+            assert len(counted) == len(merging) and all(one.operation.outputs[0].dtype == "int64" for one in counted)
+            broken = [one for one in broken if one not in counted]
+        assert list(map(str, broken)) == [], file.name
+
+
+def placed_in_unet(method):
+    """What merges in the blocks of the tiny pipeline's UNet at ratio 0.5."""
+    return [placement for _, placement in placements(tiny_pipeline().unet, ToMeConfig(0.5, method))]
 
 
 def lengths_of_indices(method, grid):
     """How many tokens the programs have indices of, at ratio 0.5."""
-    n, config = grid.tokens, ToMeConfig(0.5, method)
-    kept = {placement.count_kept(grid) for _, placement in placements(tiny_pipeline().unet, config)}
+    n = grid.tokens
+    kept = {placement.count_kept(grid) for placement in placed_in_unet(method)}
     if not METHODS[method].merges_queries:
         return kept
     d = count_dst(grid, 2, 2)

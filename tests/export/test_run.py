@@ -27,7 +27,9 @@ from ppdiffusers.transformers import CLIPTextModel
 from zoo.parts import ONE_DEPTH, ONE_LEVEL, SDXL, controlnet, image, mask, sdxl, stable_diffusion, unet
 
 from ppdiffusers_tome import NoMergeableLayerError, ToMeConfigError, ToMeExportError
+from ppdiffusers_tome.families.schedules import as_numbers
 from ppdiffusers_tome.inference import PaddleRuntime, ProgramFile, choose_runtime, load_pipeline, read_manifest
+from ppdiffusers_tome.methods.steps import PLAIN_STEPS
 from ppdiffusers_tome.run import paddle_runtime
 from ppdiffusers_tome.run.folder import ExportedFolder
 from ppdiffusers_tome.run.paddle_runtime import Predictor
@@ -71,6 +73,26 @@ def test_images_equal_those_of_eager(exported, tiny, ratio, size):
     np.testing.assert_allclose(draw(exported, **size), merged, atol=TOLERANCE)
     with tiny.tome(ratio=0 if ratio else 0.5):
         assert np.abs(merged - draw(tiny, **size)).max() > 100 * TOLERANCE
+
+
+def test_images_with_plain_steps_equal_those_of_eager_and_of_switched_programs(exported, tiny, monkeypatch):
+    image = draw(exported, num_inference_steps=10)
+    with tiny.tome(ratio=0.5):
+        np.testing.assert_allclose(image, draw(tiny, num_inference_steps=10), atol=TOLERANCE)
+    with tiny.tome(ratio=0.5, merge_steps="all"):
+        everywhere = draw(tiny, num_inference_steps=10)
+    assert np.abs(image - everywhere).max() > 100 * TOLERANCE
+    plain = []
+
+    def switched(sample, timestep, *args, **kwargs):
+        plain.append(PLAIN_STEPS.count(as_numbers(timestep)) == 1)
+        exported.unet.ratio = 0 if plain[-1] else 0.5
+        return type(exported.unet).forward(exported.unet, sample, timestep, *args, **kwargs)
+
+    monkeypatch.setattr(exported.unet, "forward", switched)
+    np.testing.assert_allclose(draw(exported, num_inference_steps=10), image, atol=TOLERANCE)
+    exported.unet.ratio = 0.5
+    assert 1 < sum(plain) < len(plain) / 2
 
 
 def test_batches_and_guidance(exported, tiny):
