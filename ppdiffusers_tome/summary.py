@@ -1,6 +1,7 @@
 """What merging does in a pipeline or model at one image size: which blocks, how many tokens, how many MACs saved."""
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from .errors import ToMeConfigError
 from .families.grids import latent_grid
 from .families.kernels import attention_label
 from .families.models import (
+    MergeableBlock,
     components,
     count_frames,
     denoisers,
@@ -21,8 +23,10 @@ from .families.models import (
     vae_factor,
     why_nothing_merges,
 )
+from .families.schedules import default_steps, timesteps_of
 from .grid import Grid
 from .macs import count_macs, saved_macs
+from .methods.steps import PlainSteps, plain_steps_of
 
 
 @dataclass(frozen=True)
@@ -53,14 +57,23 @@ class ToMeSummary:
     # A note for each denoiser without attention at level 1, or for what was exported; or why nothing can merge.
     notes: tuple[str, ...]
     macs: int | None  # of one pass for one image without merging; None for models or videos that cannot be counted
-    saved: int | None  # MACs saved, net of the cost of matching
+    saved: int | None  # MACs saved in a step that merges, net of the cost of matching
     # The attention processors of the blocks, each with whether its kernel is fused: "AttnProcessor (not fused)".
     attention: tuple[str, ...] = ()
+    plain: PlainSteps | None = None  # the steps of an image in which all tokens remain; None if there are none
+    steps: int | None = None  # of an image; None if its schedule is not known
+    plain_steps: int = 0  # those of them in which all tokens remain
+    saved_of_image: float | None = None  # MACs saved in a step, the mean over those of an image; None as for `saved`
 
     @property
     def saved_share(self) -> float | None:
         """saved / macs, at most 1; negative if the matching costs more than merging saves."""
         return None if self.macs is None or self.saved is None else self.saved / self.macs
+
+    @property
+    def saved_share_of_image(self) -> float | None:
+        """saved_of_image / macs, smaller than `saved_share` if some steps keep all tokens."""
+        return None if self.macs is None or self.saved_of_image is None else self.saved_of_image / self.macs
 
     def __str__(self) -> str:
         lines = [f"{name}: {setting}" for name, setting in self.settings.items()]
@@ -83,11 +96,20 @@ class ToMeSummary:
                 lines.append("MACs: cannot be counted for this kind of model")
         else:
             lines.append(f"MACs saved: {self.saved_share:.1%} of {self.macs / 1e9:.2f} G per image and pass")
+            if self.plain_steps and self.saved_share_of_image is not None:
+                lines[-1] += (
+                    f" that merges; {self.plain_steps} of {self.steps} steps keep all tokens, so "
+                    f"{self.saved_share_of_image:.1%} of an image"
+                )
         return "\n".join(lines)
 
 
 def tome_summary(
-    target: Any, height: int | None = None, width: int | None = None, frames: int | None = None
+    target: Any,
+    height: int | None = None,
+    width: int | None = None,
+    frames: int | None = None,
+    steps: int | None = None,
 ) -> ToMeSummary:
     """Report which blocks merge, how many tokens they keep, their attention processors, and the share of MACs saved.
 
@@ -97,14 +119,15 @@ def tome_summary(
             Both or neither: the default is the size in the config of the denoiser.
         frames: latent frames of a video whose frames are one sequence (CogVideoX, Wan, HunyuanVideo), for its MACs;
             by default those in the config, which only CogVideoX has. Tokens are counted in one frame.
+        steps: of an image of a pipeline, to count those in which all tokens remain; by default those of its call.
 
     Returns:
         A ToMeSummary, whose str() is a table. It covers all denoisers of a pipeline, at one latent size. For an
         exported pipeline it says what was exported, and where nothing can merge, why; neither needs a size.
 
     Raises:
-        ToMeConfigError: target is not a pipeline or model, a size or frames is not positive, one of height and width
-            is missing, or the size is unknown.
+        ToMeConfigError: target is not a pipeline or model, a size, frames or steps is not positive, one of height and
+            width is missing, or the size is unknown.
 
     Example:
         >>> print(pipe.apply_tome(ratio=0.5).tome_summary(height=256, width=256))
@@ -128,6 +151,10 @@ def tome_summary(
         return _without_blocks(target, latent)
     if frames is not None and (frames := _integer(given := frames)) < 1:
         raise ToMeConfigError(f"frames={given!r} is not allowed: it must be an int of at least 1.")
+    if steps is not None and (steps := _integer(number := steps)) < 1:
+        raise ToMeConfigError(f"steps={number!r} is not allowed: it must be an int of at least 1.")
+    timesteps = _timesteps(target, steps)
+    plain, of_image = None, 0.0
     text, length = text_tokens(target), count_frames(target, frames)
     countable = length is not None and all(is_countable(denoiser) for denoiser in models.values())
     blocks, saved, attention = [], 0.0, set()
@@ -136,6 +163,9 @@ def tome_summary(
         size = f"{latent.h}x{latent.w}"
         notes.append(f"the size of a model is in latent pixels, here {size}; that of a pipeline in pixels")
     for name, of_denoiser in placed.items():
+        saved_before, own_plain = saved, _plain_steps(of_denoiser)
+        plain = plain or own_plain
+        share = own_plain.count(timesteps) / len(timesteps) if own_plain and timesteps else 0.0
         for block, placement in of_denoiser:
             grid = block.grid(latent)
             keys = placement.count_kept(grid)
@@ -147,8 +177,11 @@ def tome_summary(
             attention |= {attention_label(layer, block.family) for layer in layers}
             if countable:
                 saved += saved_macs(block, placement, latent, text, length or 1)
+        of_image += (saved - saved_before) * (1 - share)
         if any(placement.takes_turns and not block.sees_timestep for block, placement in of_denoiser):
             notes.append(f"{name}: its timestep cannot be read, so each step chooses the same tokens")
+        elif own_plain and not timesteps:
+            notes.append(f"{name}: the first and last steps of an image keep all tokens (merge_steps='middle')")
         if of_denoiser and of_denoiser[0][1].config.max_downsample is None and (level := of_denoiser[0][0].level) > 1:
             notes.append(f"{name}: its largest feature maps with attention are at level {level}")
     settings = {name: of[0][1].config.describe() if of else "off" for name, of in placed.items()}
@@ -163,7 +196,24 @@ def tome_summary(
         macs=macs,
         saved=round(saved) if countable else None,
         attention=tuple(sorted(attention)),
+        plain=plain,
+        steps=len(timesteps) if timesteps else None,
+        plain_steps=plain.count(timesteps) if plain and timesteps else 0,
+        saved_of_image=of_image if countable else None,
     )
+
+
+def _timesteps(target: Any, steps: int | None) -> list[float] | None:
+    """The timesteps of an image of a pipeline; None of a model, or if its scheduler cannot tell."""
+    scheduler, steps = getattr(target, "scheduler", None), steps or default_steps(target)
+    return None if scheduler is None or steps is None else timesteps_of(scheduler, steps)
+
+
+def _plain_steps(placed: Sequence[tuple[MergeableBlock, Placement]]) -> PlainSteps | None:
+    """The steps in which all tokens remain in a denoiser with these blocks; None if there are none."""
+    if not placed or not placed[0][1].config.has_plain_steps or not placed[0][0].sees_timestep:
+        return None
+    return plain_steps_of(placed[0][0].family.is_flow)
 
 
 def _merging_layers(placement: Placement) -> tuple[str, ...]:

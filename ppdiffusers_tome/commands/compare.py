@@ -14,7 +14,7 @@ from paddlenlp.utils.log import logger
 from PIL import Image, ImageOps
 from ppdiffusers import DiffusionPipeline
 
-from ..comparison.arms import MIN_SIDE, Figures, Merging, Scene, compare, draw_sheet, make_table, most_steps
+from ..comparison.arms import MIN_SIDE, Figures, Merging, Scene, compare, draw_sheet, make_table
 from ..comparison.environment import commit, describe_environment
 from ..comparison.fonts import font_for, missing
 from ..comparison.goal import Goal, known_settings, merges_at, parse_goal
@@ -25,6 +25,7 @@ from ..comparison.sheets import save_jpeg
 from ..config import ToMeConfig
 from ..errors import ParameterError, ToMeConfigError
 from ..export.loading import load_eager_pipeline, model_defaults, pipeline_class, require_model_folder
+from ..families.schedules import most_steps
 from ..files import check_writable
 from ..progress import StepLines
 from ..run.manifest import MANIFEST, ExportedMerging, Manifest, Size, parse_size, ratio_name, read_manifest
@@ -36,7 +37,7 @@ from ..wording import command_line
 from .image_options import naming_options, runtime_settings, step_settings
 from .merge_options import all_configs
 
-FORMAT = 5  # of the JSON files
+FORMAT = 6  # of the JSON files
 MAX_BATCH = 64
 MAX_ROUNDS = 50  # of a step of each arm, all in one image of at most 1000 steps
 OF_EXPORTS = {

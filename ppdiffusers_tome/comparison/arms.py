@@ -13,6 +13,8 @@ from ppdiffusers import DiffusionPipeline
 
 from ..config import ToMeConfig
 from ..errors import ToMeConfigError
+from ..families.schedules import as_numbers, most_steps, timesteps_of
+from ..methods.steps import PLAIN_STEPS, PlainSteps
 from ..run.manifest import ExportedMerging, Size
 from ..run.models import ExportedUNet
 from ..summary import ToMeSummary
@@ -70,8 +72,9 @@ class Figures:
 
     arm: str  # its name
     config: Merging | None  # None for plain
-    rounds: list[float]  # seconds of each timed step
-    step_seconds: float  # their median
+    rounds: list[float]  # seconds of each timed step; of steps that merge, except for plain
+    plain_share: float  # of the steps of an image: those that keep all tokens; 0 for plain
+    step_seconds: float  # of a step of an image: the median over the rounds, with the share of plain steps
     # Plain's step divided by this one's in each round: the median, None also if the rounds show no difference.
     gain: float | None
     gain_quartiles: tuple[float, float] | None
@@ -82,7 +85,7 @@ class Figures:
     tokens: int | None  # before merging
     queries: int | None  # after merging
     keys: int | None
-    macs_saved: float | None  # a share; None also if they cannot be counted
+    macs_saved: float | None  # a share of those of an image; None also if they cannot be counted
 
     def content(self) -> dict[str, Any]:
         """All of it, ready for JSON; a config is its settings."""
@@ -101,7 +104,9 @@ class ComparedArm:
 
     config: Merging | None
     summary: ToMeSummary
+    plain: PlainSteps | None = None  # the steps in which it keeps all tokens; None: it is plain, or always merges
     images: list[Image.Image] = field(default_factory=list)
+    timesteps: list[float] = field(default_factory=list)  # of all passes of the images
     step_seconds: list[float] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
 
@@ -121,21 +126,35 @@ class ComparedArm:
 
     def figures(self, plain: "ComparedArm") -> Figures:
         """The figures of this arm, compared with the plain one."""
-        is_plain, gained = self is plain, gain(plain.step_seconds, self.step_seconds)
+        is_plain, share = self is plain, self.plain_share
+        peaks = self.peaks + (plain.peaks if share else [])
+        seconds = self.seconds_in_image(plain)
+        gained, saved = gain(plain.step_seconds, seconds), self.summary.saved_share
         pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(plain.images, self.images, strict=True)]
         return Figures(
             arm=self.name,
             config=self.config,
             rounds=self.step_seconds,
-            step_seconds=median(self.step_seconds),
+            plain_share=share,
+            step_seconds=median(seconds),
             gain=gained.factor if gained.is_difference and not is_plain else None,
             gain_quartiles=None if is_plain else (gained.low, gained.high),
             psnr=None if is_plain else mean(psnr(*pair) for pair in pairs),
             ssim=None if is_plain else mean(ssim(*pair) for pair in pairs),
-            peak_bytes=max(self.peaks, default=None),
+            peak_bytes=max(peaks, default=None),
             **self._tokens(),
-            macs_saved=None if is_plain else self.summary.saved_share,
+            macs_saved=None if is_plain or saved is None else (1 - share) * saved,
         )
+
+    def seconds_in_image(self, plain: "ComparedArm") -> list[float]:
+        """Seconds of a step in each round: the mean over the steps of an image, some of which are plain."""
+        share, pairs = self.plain_share, zip(plain.step_seconds, self.step_seconds, strict=True)
+        return [share * of_plain + (1 - share) * merged for of_plain, merged in pairs]
+
+    @property
+    def plain_share(self) -> float:
+        """The share of the steps of its images in which it keeps all tokens."""
+        return self.plain.count(self.timesteps) / len(self.timesteps) if self.plain and self.timesteps else 0.0
 
     def _tokens(self) -> dict[str, int | None]:
         """The tokens of the first block, before and after merging."""
@@ -170,31 +189,41 @@ def compare(
         NoMergeableLayerError: a config merges nothing in this pipeline, and nothing was generated.
         ToMeConfigError: the scheduler has no schedule of two steps, so none can be timed.
     """
-    arms = [ComparedArm(config, summary_at(pipe, config, scene.size)) for config in (None, *configs)]
+    arms = [_arm(pipe, config, scene.size) for config in (None, *configs)]
     try:
-        report(f"{len(arms) * (rounds + 1)} steps for the times")
+        report(f"{len(arms) * (rounds + 1)} steps for the times, and those in which an arm keeps all tokens")
         _time_steps(pipe, scene, arms, rounds, after_step)
         for arm in arms:
             count = len(scene.prompts) * scene.batch
             report(f"{count} image{'s' if count > 1 else ''}, {arm.name}")
             arm.switch_on(pipe)
-            arm.images = _images(pipe, scene, after_step)
+            arm.images, arm.timesteps = _images(pipe, scene, after_step)
     finally:
         arms[0].switch_on(pipe)
     return arms
 
 
-def _images(pipe: DiffusionPipeline, scene: Scene, after_step: Callable[[int, int], None]) -> list[Image.Image]:
-    """The images of all prompts."""
-    finished = 0
+def _arm(pipe: DiffusionPipeline, config: Merging | None, size: Size) -> ComparedArm:
+    """The arm of a config; without one the plain arm."""
+    summary = summary_at(pipe, config, size)
+    if _is_exported(pipe):
+        return ComparedArm(config, summary, PLAIN_STEPS if config and config.has_plain_steps else None)
+    return ComparedArm(config, summary, summary.plain if config else None)
+
+
+def _images(
+    pipe: DiffusionPipeline, scene: Scene, after_step: Callable[[int, int], None]
+) -> tuple[list[Image.Image], list[float]]:
+    """The images of all prompts, and the timesteps of their passes."""
+    timesteps: list[float] = []
 
     def end_step(pipe: DiffusionPipeline, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        nonlocal finished
-        finished += 1
-        after_step(finished, max(finished, len(scene.prompts) * pipe.num_timesteps))
+        timesteps.extend(as_numbers(timestep))
+        after_step(len(timesteps), max(len(timesteps), len(scene.prompts) * pipe.num_timesteps))
         return tensors
 
-    return [image for prompt in scene.prompts for image in scene.generate(pipe, prompt, callback_on_step_end=end_step)]
+    of_prompts = [scene.generate(pipe, prompt, callback_on_step_end=end_step) for prompt in scene.prompts]
+    return [image for images in of_prompts for image in images], timesteps
 
 
 def summary_at(pipe: DiffusionPipeline, config: Merging | None, size: Size) -> ToMeSummary:
@@ -209,23 +238,6 @@ def _is_exported(pipe: DiffusionPipeline) -> bool:
     return isinstance(vars(pipe).get("unet"), ExportedUNet)
 
 
-def most_steps(scheduler: Any, wanted: int) -> int:
-    """The largest number of steps up to `wanted` for which a scheduler has a schedule; 0 if there is none.
-
-    Schedulers of latent consistency models have at most `original_inference_steps` of their config, usually 50.
-    """
-    trial = type(scheduler).from_config(scheduler.config)
-
-    def has_schedule(steps: int) -> bool:
-        try:
-            trial.set_timesteps(steps)
-        except (ValueError, IndexError, ZeroDivisionError):
-            return False
-        return True
-
-    return next(filter(has_schedule, range(wanted, 0, -1)), 0)
-
-
 def _time_steps(
     pipe: DiffusionPipeline,
     scene: Scene,
@@ -236,29 +248,43 @@ def _time_steps(
     """Time `rounds` steps of each arm within one image, in which the arms take turns from step to step.
 
     So another program that slows this machine down slows all arms down alike. The first round warms up, and the image
-    is thrown away. If the scheduler has no schedule of so many steps, further images take the other turns. The first
-    step of an image does not count, because it includes the text encoder; so a further image repeats the last turn.
+    is thrown away. If the scheduler has no schedule of so many steps, further images take the other turns. Two kinds
+    of steps are no turn: those in which an arm keeps all tokens, because what merging takes is timed, and, after the
+    first round, the first step of an image, which includes the text encoder.
 
     Raises:
         ToMeConfigError: the scheduler has a single step, or the pipeline reports none.
     """
     turns = [arms[n] for index in range(rounds + 1) for n in order_of_round(range(len(arms)), index)]
-    limit = most_steps(pipe.scheduler, len(turns))
+    limit = most_steps(pipe.scheduler, 2 * len(turns))
     knows_memory = not _is_exported(pipe)  # a runtime's memory is not in Paddle's counters
-    first = taken = 0  # the turn of the image's first step, and the number of turns that are taken
+    taken = 0  # number of turns
     start = now()
+
+    def is_plain(timestep: Any) -> bool:
+        return any(arm.plain is not None and arm.plain.count(as_numbers(timestep)) for arm in arms)
+
+    def count_steps() -> int:
+        """The steps of the next image: so many that the turns that remain fit in, as far as its schedule allows."""
+        needed = len(turns) - taken + (taken > 0)
+        for steps in range(needed, limit):
+            timesteps = timesteps_of(pipe.scheduler, steps) or ()
+            if sum(not is_plain(timestep) for timestep in timesteps) >= needed:
+                return steps
+        return limit
 
     def end_step(pipe: DiffusionPipeline, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         nonlocal start, taken
-        end, turn = now(), first + step
-        if step > 0 and len(arms) <= turn < len(turns):
-            turns[turn].step_seconds.append(end - start)
-            if knows_memory and (peak := peak_bytes()) is not None:
-                turns[turn].peaks.append(peak)
-        taken = turn + 1
-        if taken < len(turns):  # some schedulers take more steps than they are asked for
-            turns[taken].switch_on(pipe)
-        after_step(min(taken, len(turns)), len(turns))
+        end, is_warm_up = now(), taken < len(arms)
+        if taken < len(turns) and not is_plain(timestep) and (step > 0 or is_warm_up):
+            if not is_warm_up:
+                turns[taken].step_seconds.append(end - start)
+                if knows_memory and (peak := peak_bytes()) is not None:
+                    turns[taken].peaks.append(peak)
+            taken += 1
+            if taken < len(turns):
+                turns[taken].switch_on(pipe)
+        after_step(taken, len(turns))
         restart_peak()
         start = now()
         return tensors
@@ -267,20 +293,21 @@ def _time_steps(
     if "strength" in scene.inputs:  # of which only a share of the steps would run
         changes["strength"] = 1.0
     while taken < len(turns):
-        before, first = taken, max(taken - 1, 0)
-        turns[first].switch_on(pipe)
+        before = taken
+        turns[taken].switch_on(pipe)
         if limit > 1:
-            steps = min(limit, len(turns) - first)
-            scene.generate(pipe, scene.prompts[0], num_inference_steps=steps, **changes)
+            scene.generate(pipe, scene.prompts[0], num_inference_steps=count_steps(), **changes)
         if taken == before:
             name = type(pipe.scheduler).__name__
-            raise ToMeConfigError(f"the steps of this pipeline cannot be timed: its {name} runs a single one.")
+            reason = "runs a single one" if limit < 2 else f"has none of {limit} in which all arms merge"
+            raise ToMeConfigError(f"the steps of this pipeline cannot be timed: its {name} {reason}.")
 
 
 def make_table(rows: Sequence[Figures]) -> str:
     """The figures of the arms as text, a row for each arm. Columns without any figure are left out."""
     columns = {
         "": [row.arm for row in rows],
+        "plain steps": ["" if not row.plain_share else f"{row.plain_share:.0%}" for row in rows],
         "s/step": [f"{row.step_seconds:.4g}" for row in rows],
         "gain": [_gain(row) for row in rows],
         "PSNR, dB": ["" if row.psnr is None else f"{row.psnr:.1f}" for row in rows],
@@ -310,7 +337,9 @@ def draw_sheet(arms: Sequence[ComparedArm], scene: Scene, font: Font) -> Image.I
     Args:
         font: of the prompts, from `fonts.font_for`.
     """
-    rows = [(f"{arm.name}\n{median(arm.step_seconds):.4g} s/step", arm.images[:: scene.batch]) for arm in arms]
+    rows = [
+        (f"{arm.name}\n{median(arm.seconds_in_image(arms[0])):.4g} s/step", arm.images[:: scene.batch]) for arm in arms
+    ]
     if (image := scene.inputs.get("image")) is not None:
         rows.insert(0, ("input", [image] * len(scene.prompts)))
     return make_sheet(rows, scene.prompts, max(scene.size), font)

@@ -24,13 +24,15 @@ from ppdiffusers_tome.commands import compare as compare_command
 from ppdiffusers_tome.commands import compare_options
 from ppdiffusers_tome.commands.merge_options import all_configs, merge_configs
 from ppdiffusers_tome.comparison import environment, fonts
-from ppdiffusers_tome.comparison.arms import ComparedArm, Figures, Scene, compare, make_table, most_steps
+from ppdiffusers_tome.comparison.arms import ComparedArm, Figures, Scene, compare, make_table
 from ppdiffusers_tome.comparison.goal import KNOWN, Goal, known_settings, merges_at, parse_goal
 from ppdiffusers_tome.comparison.pipelines import CONTROLNET, class_to_compare
 from ppdiffusers_tome.comparison.sheets import make_sheet
 from ppdiffusers_tome.comparison.similarity import psnr, ssim
 from ppdiffusers_tome.errors import ParameterError
+from ppdiffusers_tome.families.schedules import as_numbers, most_steps, timesteps_of
 from ppdiffusers_tome.inference import Size, load_pipeline, read_manifest
+from ppdiffusers_tome.methods.steps import PLAIN_STEPS
 from ppdiffusers_tome.run.manifest import ExportedMerging
 
 SCENE = Scene(["a fox", "an owl"], size=Size(32, 32), steps=2, guidance_scale=2.0, seed=7)
@@ -97,9 +99,9 @@ def test_a_scheduler_with_few_steps_times_them_in_several_images(monkeypatch):
     arms = compare(pipe, SCENE, [HALF, QUARTER], 3, after_step=lambda done, total: steps.append((done, total)))
     assert [len(arm.step_seconds) for arm in arms] == [3, 3, 3]
     assert most_steps(scheduler, 12) == 5 and most_steps(scheduler, 3) == 3
-    # 12 turns in images of 5, 5 and 4 steps, of which the second and third repeat a turn, and 2 steps for each image
-    assert steps[:14] == [(done, 12) for done in (1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 9, 10, 11, 12)]
-    assert steps[14:18] == [(done, 4) for done in (1, 2, 3, 4)]
+    # 12 turns in images of 5 steps, of which the first keeps all tokens, and 2 steps for each image
+    assert steps[:15] == [(done, 12) for done in (0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 10, 11, 12)]
+    assert steps[15:19] == [(done, 4) for done in (1, 2, 3, 4)]
     pipe.scheduler = ppdiffusers.LCMScheduler(steps_offset=1, original_inference_steps=1)
     with pytest.raises(ToMeConfigError, match="LCMScheduler"):
         compare(pipe, SCENE, [HALF])
@@ -124,6 +126,36 @@ def test_gain_is_the_median_of_the_ratios_within_the_rounds(pipe):
     header, first, second = make_table([of_plain, row]).splitlines()
     assert header.split()[:4] == ["s/step", "gain", "PSNR,", "dB"] and first.split()[:2] == ["plain", "4"]
     assert second.startswith("interlace 0.5     2.5  2.00×  ") and len(second) == len(header)
+
+
+def test_the_gain_is_that_of_an_image_some_of_whose_steps_keep_all_tokens(pipe):
+    everywhere = ToMeConfig(0.5, merge_steps="all")
+    plain, half, always = compare(pipe, replace(SCENE, steps=10), [HALF, everywhere], rounds=1)
+    timesteps = timesteps_of(pipe.scheduler, 10)
+    assert half.timesteps == 2 * timesteps and half.plain_share == PLAIN_STEPS.count(timesteps) / 10 > 0.2
+    assert (plain.plain_share, always.plain_share) == (0, 0)
+    plain.step_seconds, half.step_seconds, always.step_seconds = [4.0], [2.0], [2.0]
+    plain.peaks, half.peaks, always.peaks = [900], [500], [500]
+    row, of_always = half.figures(plain), always.figures(plain)
+    seconds = 4 * half.plain_share + 2 * (1 - half.plain_share)
+    assert (row.step_seconds, row.gain, row.peak_bytes) == (seconds, 4 / seconds, 900), (
+        "plain steps need plain's memory"
+    )
+    assert (of_always.step_seconds, of_always.gain, of_always.peak_bytes) == (2, 2, 500)
+    assert row.macs_saved == pytest.approx((1 - half.plain_share) * of_always.macs_saved)
+    assert f" {row.plain_share:.0%} " in make_table([plain.figures(plain), row, of_always])
+
+
+def test_only_steps_that_merge_are_turns(pipe):
+    seen = []
+    hook = pipe.unet.register_forward_pre_hook(lambda unet, given: seen.extend(as_numbers(given[1])))
+    plain, half = compare(pipe, SCENE, [HALF], rounds=4)
+    hook.remove()
+    assert [len(arm.step_seconds) for arm in (plain, half)] == [4, 4]
+    steps = next(n for n in range(1, len(seen)) if seen[n] > seen[n - 1])  # of the image whose steps are timed
+    fewer = timesteps_of(pipe.scheduler, steps - 1)
+    assert seen[:steps] == timesteps_of(pipe.scheduler, steps)
+    assert len(seen[:steps]) - PLAIN_STEPS.count(seen[:steps]) >= 10 > len(fewer) - PLAIN_STEPS.count(fewer)
 
 
 def test_rounds_that_do_not_differ_give_no_factor(pipe):
@@ -235,7 +267,7 @@ def test_command_writes_sheet_figures_and_table(model, tmp_path, capsys):
     assert "  1 image, plain …\n" in reports and "1 images" not in reports
     for name, (width, height) in {"32": (32, 32), "48x32": (48, 32)}.items():
         result = json.loads((tmp_path / f"compare_{name}.json").read_text())
-        assert (result["kind"], result["format"]) == ("comparison", 5)
+        assert (result["kind"], result["format"]) == ("comparison", 6)
         assert [result[field] for field in ("prompts", "width", "height", "steps")] == [["a fox"], width, height, 2]
         assert [row["arm"] for row in result["arms"]] == ["plain", "interlace 0.5", "interlace 0.25"]
         assert result["arms"][1]["config"]["ratio"] == 0.5 and result["arms"][0]["tokens"] == width * height // 4
