@@ -31,6 +31,7 @@ DEFAULTS = {
     "merge_crossattn": False,
     "merge_mlp": False,
     "min_tokens": 0,
+    "merge_steps": "middle",
 }
 OTHERS = {  # another value of each setting that some methods lack
     "sx": 4,
@@ -40,6 +41,7 @@ OTHERS = {  # another value of each setting that some methods lack
     "merge_attn": False,
     "merge_crossattn": True,
     "merge_mlp": True,
+    "merge_steps": "all",
 }
 
 
@@ -167,6 +169,7 @@ NOT_ALLOWED = {  # of each setting: other types, and the values next to the limi
     "merge_crossattn": (0, None),
     "merge_mlp": ("yes", None),
     "min_tokens": (-1, 1.5, "64", True, None),
+    "merge_steps": ("first", "", None, 20, True, ["all"]),
 }
 
 

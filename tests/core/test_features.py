@@ -353,8 +353,8 @@ def test_feed_forward_chunks_of_models_that_have_them(model):
             return generate(tiny, num_inference_steps=1, output_type="latent")
 
     plain = output()
-    method = "tomesd" if find_blocks(denoiser)[0].merges_queries else "interlace"
-    tiny.pipe.apply_tome(method=method)
+    settings = {"method": "tomesd"} if find_blocks(denoiser)[0].merges_queries else {"merge_steps": "all"}
+    tiny.pipe.apply_tome(**settings)
     merged = output()
     assert np.abs(merged - plain).max() > 1e-4
     denoiser.enable_forward_chunking(1, dim=0)
@@ -366,16 +366,16 @@ def test_feed_forward_chunks_of_models_that_have_them(model):
     if model != "UNetSpatioTemporalConditionModel":  # whose chunks go through another layer, a bug in ppdiffusers
         np.testing.assert_allclose(chunked, merged, atol=1e-4)
         np.testing.assert_allclose(chunked_plain, plain, atol=1e-4)
-    if method == "tomesd":
+    if "method" in settings:
         with pytest.raises(ToMeConfigError, match=r"merge_mlp=True .*chunking"):
-            tiny.pipe.apply_tome(method=method, merge_mlp=True)
-    np.testing.assert_array_equal((tiny.pipe.apply_tome(method=method), output())[1], chunked)
+            tiny.pipe.apply_tome(**settings, merge_mlp=True)
+    np.testing.assert_array_equal((tiny.pipe.apply_tome(**settings), output())[1], chunked)
     for layer in denoiser.sublayers():  # two of the four have no disable_forward_chunking()
         if hasattr(layer, "set_chunk_feed_forward"):
             layer.set_chunk_feed_forward(None)
     np.testing.assert_array_equal(output(), merged)
-    if method == "tomesd":
-        tiny.pipe.apply_tome(method=method, merge_mlp=True)
+    if "method" in settings:
+        tiny.pipe.apply_tome(**settings, merge_mlp=True)
         assert np.abs(output() - merged).max() > 1e-4
         for dim in (0, 1):
             denoiser.enable_forward_chunking(1, dim=dim)

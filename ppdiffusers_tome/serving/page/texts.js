@@ -152,7 +152,7 @@ export const ENGLISH = {
   term_ssim: "SSIM",
   about_token: "One position of a feature map, with its channels as a vector: attention compares each token with all others.",
   about_ratio: "How much is left out, from 0 (plain) to 0.75, or to 0.9375 with interlace. With interlace and todo it is the share of keys and values, with tomesd the share of tokens that merge away; with interlace it is the average over the blocks.",
-  about_interlace: "The default method: attention reads the keys and values of a part of the tokens, and of another part in each step, so that its errors cancel. Every token has its own query and output.",
+  about_interlace: "The default method: attention reads the keys and values of a part of the tokens, and of another part in each step, so that its errors cancel. The first and last steps of an image read all of them, unless the model was exported to merge in all steps. Every token has its own query and output.",
   about_psnr: "Peak signal-to-noise ratio, in dB: the pixel difference between a merged and a plain image (higher is nearer).",
   about_ssim: "Structural similarity of a merged and a plain image: how much their local patterns agree (1 is equal, higher is nearer).",
 };
@@ -309,7 +309,7 @@ export const CHINESE = {
   term_ssim: "SSIM（结构相似度）",
   about_token: "特征图的一个位置，其各通道构成一个向量：注意力把每个 token 与所有其他 token 比较。",
   about_ratio: "略去的比例，从 0（不合并）到 0.75，使用 interlace 时可到 0.9375。使用 interlace 与 todo 时，它是略去的键和值所占的比例；使用 tomesd 时，是被合并掉的 token 所占的比例；使用 interlace 时，它是各块的平均。",
-  about_interlace: "默认方法：注意力只读取一部分 token 的键和值，每一步换另一部分，使误差相互抵消。每个 token 都有自己的查询和输出。",
+  about_interlace: "默认方法：注意力只读取一部分 token 的键和值，每一步换另一部分，使误差相互抵消。图像最初与最后的几步读取全部，除非导出时选择各步都合并。每个 token 都有自己的查询和输出。",
   about_psnr: "峰值信噪比，单位 dB：合并与不合并图像的像素差异（越高越接近）。",
   about_ssim: "合并与不合并图像的结构相似度：局部图案有多一致（1 为相同，越高越接近）。",
 };
