@@ -154,8 +154,8 @@ bench: $(VENV)/.installed ## measure time and memory of passes, and write their 
 # A result of these images and sources is continued, and any other is replaced. RESULTS=build/alternatives/results keeps it.
 ALTERNATIVES = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/alternatives.py
 
-MORE_ARMS = --only "interlace 0.5" "interlace 0.75" "interlace 0.875" "tomesd 0.5" "tomesd 0.25"
-VARIANT_ARMS = --only "interlace 0.5" "interlace 0.75" "todo 0.75" "tomesd 0.5"
+MORE_ARMS = --only "interlace 0.5, merge_steps='all'" "interlace 0.75, merge_steps='all'" "interlace 0.875, merge_steps='all'" "tomesd 0.5" "tomesd 0.25"
+VARIANT_ARMS = --only "interlace 0.5, merge_steps='all'" "interlace 0.75, merge_steps='all'" "todo 0.75" "tomesd 0.5"
 
 alternatives: $(VENV)/.installed-test ## compare merging with fewer steps, cached features and both by whole images, and write their page: hours
 	for mode in --restart --time; do \

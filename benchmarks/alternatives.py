@@ -85,7 +85,7 @@ TABLE = {  # column of the frame → title and form of the table's
     "perceptual": ("ST-LPIPS", "{perceptual:.4f}"),
 }
 TITLES = {"psnr": "PSNR, dB: higher is better", "perceptual": "Perceptual distance (ST-LPIPS): lower is better"}
-SHEET = ("interlace 0.5", "interlace 0.75", "interlace 0.875", "tomesd 0.5")
+SHEET = (*(f"interlace {ratio}, merge_steps='all'" for ratio in (0.5, 0.75, 0.875)), "tomesd 0.5")
 
 
 @lru_cache(maxsize=1)
@@ -121,9 +121,13 @@ def arm_of(entry: dict[str, Any]) -> Arm:
 
 
 def list_arms() -> list[Arm]:
-    """All arms but the plain one, those that matter most first: a run may be ended early."""
-    fast = ToMeConfig(0.75, "interlace")
-    arms = [Arm(ToMeConfig(ratio, "interlace")) for ratio in (0.5, 0.75, 0.875, 0.9375)]
+    """All arms but the plain one, those that matter most first: a run may be ended early.
+
+    Their tokens merge in all steps, so that the time of an image is that of as many equal passes; `samplers.py`
+    measures images whose first and last steps are plain.
+    """
+    fast = ToMeConfig(0.75, merge_steps="all")
+    arms = [Arm(ToMeConfig(ratio, merge_steps="all")) for ratio in (0.5, 0.75, 0.875, 0.9375)]
     others = (("todo", 0.75), ("tomesd", 0.5), ("tomesd", 0.25))
     arms += [Arm(ToMeConfig(ratio, method)) for method, ratio in others]
     arms += [Arm(steps=10), Arm(fast, steps=10), Arm(every=2), Arm(fast, every=2)]

@@ -35,8 +35,9 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "gpu_onnx.json"
 MERGED = {
-    "interlace 0.5": {"ratio": 0.5, "method": "interlace"},
-    "interlace 0.75": {"ratio": 0.75, "method": "interlace"},
+    # A step that merges: with plain steps the number of keys differs between steps, and no CUDA graph can record that.
+    "interlace 0.5": {"ratio": 0.5, "merge_steps": "all"},
+    "interlace 0.75": {"ratio": 0.75, "merge_steps": "all"},
     "todo 0.75": {"ratio": 0.75, "method": "todo"},
     "todo 0.5": {"ratio": 0.5, "method": "todo"},
     "tomesd 0.5": {"ratio": 0.5, "method": "tomesd"},
