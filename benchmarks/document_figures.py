@@ -23,8 +23,9 @@ from typing import Any
 
 import alternatives
 import gpu_onnx
+import samplers
 from lab.arm import EAGER, OURS, PLAIN, Arm
-from lab.markdown import NOT_MEASURED, table, write_page
+from lab.markdown import NOT_MEASURED, frame_table, table, write_page
 from lab.speed.cases import ONNX_RUNTIME, read_cases
 
 from ppdiffusers_tome.comparison.clock import NO_DIFFERENCE, Gain, gain
@@ -44,6 +45,7 @@ ROW = re.compile(r"^\| (.*) <!--: (.+?) --> \|$", re.MULTILINE)
 
 PLACE = ("model", "scope", "size", "batch")  # these fields identify the case of an arm
 DEFAULT, TODO = "interlace 0.75", "todo 0.75"  # todo keeps as many keys, and was timed where interlace was not
+EVERY_STEP = samplers.ALL.name
 IN_CHINESE = {NO_DIFFERENCE: "无明显差异"}
 
 
@@ -226,9 +228,39 @@ def noise() -> str:
 
 
 def nearer_than_tomesd(images: str) -> str:
-    """By how many dB interlace at 0.75 is nearer to plain than tomesd's method at 0.5."""
-    interlace, tomesd = (arm_of(images, name)["psnr"] for name in ("interlace 0.75", "tomesd 0.5"))
+    """By how many dB interlace at 0.75 in all steps is nearer to plain than tomesd's method at 0.5."""
+    interlace, tomesd = (arm_of(images, name)["psnr"] for name in (EVERY_STEP, "tomesd 0.5"))
     return f"{interlace - tomesd:.0f}"
+
+
+def quality_mean(key: str, *name: str) -> str:
+    """The mean PSNR of an arm of samplers.json, in dB."""
+    return f"{statistics.mean(quality_of(key, ' '.join(name))[1]['psnr']):.1f}"
+
+
+def quality_worst(key: str, *name: str) -> str:
+    """The PSNR of the image that is furthest from plain."""
+    return f"{min(quality_of(key, ' '.join(name))[1]['psnr']):.0f}"
+
+
+def quality_gain(key: str, *name: str) -> str:
+    """The gain of an image of an arm of samplers.json."""
+    setting, arm = quality_of(key, " ".join(name))
+    return f"{samplers.image_gain(read('samplers')['timing'], setting, arm):.2f}×"
+
+
+def of_image(pass_gain: str) -> str:
+    """The gain of an image of 20 steps of DPM-Solver++ by default, from that of a pass that merges; as text."""
+    if not pass_gain.endswith("×"):
+        return pass_gain
+    _, arm = quality_of("dpm-7.5", samplers.DEFAULT.name)
+    share = arm["plain"] / arm["passes"]
+    return f"{1 / (share + (1 - share) / float(pass_gain[:-1])):.2f}×"
+
+
+def image_on_gpu(size: str) -> str:
+    """The gain of an image on a GPU, from that of a pass."""
+    return gpu_gain(size)[-1]
 
 
 # Rows of tables ------------------------------------------------------------------------------------------------------
@@ -252,10 +284,30 @@ def gpu_row(size: str) -> list[str]:
     return cells
 
 
+def quality_of(key: str, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A setting of samplers.json, and an arm of it."""
+    (setting,) = [setting for setting in read("samplers")["settings"] if setting["key"] == key]
+    (arm,) = [arm for arm in setting["arms"] if arm["name"] == name]
+    return setting, arm
+
+
+def mean_and_worst(key: str, name: str) -> str:
+    return f"{quality_mean(key, name)} ({quality_worst(key, name)})"
+
+
+def quality(key: str) -> list[str]:
+    """A setting: the gain of an image by default, the PSNR of it and of other arms, and images with another thing."""
+    name, arm = samplers.DEFAULT.name, quality_of(key, samplers.DEFAULT.name)[1]
+    others = (samplers.HALF.name, samplers.ALL.name, samplers.FEWER.name)
+    changed = sum(value > samplers.CHANGED for value in arm["largest_change"])
+    first = [quality_gain(key, name), mean_and_worst(key, name), f"{changed} of {len(arm['psnr'])}"]
+    return [*first, *(mean_and_worst(key, other) for other in others)]
+
+
 def choice(*name: str) -> list[str]:
-    """A way to merge: the gain of a whole scene, and the PSNR of scenes and of photographs."""
-    speed, psnr, _ = alternative("scenes_sd_256", *name)
-    return [speed, psnr, alternative("scenes_sd_256_photographs", *name)[1]]
+    """A way to merge, at the settings of `dpm-7.5`: the gain of an image, its mean PSNR and the worst."""
+    key, arm = "dpm-7.5", " ".join(name)
+    return [quality_gain(key, arm), quality_mean(key, arm), quality_worst(key, arm)]
 
 
 def by_runtime(backend: str) -> list[str]:
@@ -267,23 +319,29 @@ def by_runtime(backend: str) -> list[str]:
 
 
 def gpu_gain(size: str, batch: str = "2") -> list[str]:
-    """On a GPU: the gain of the default, and of todo, which keeps as many keys."""
-    return [on_gpu(size, batch, "onnxruntime", name) for name in (DEFAULT, TODO)]
+    """On a GPU: the gain of a pass by the default and by todo, which keeps as many keys, and of an image."""
+    return with_image([on_gpu(size, batch, "onnxruntime", name) for name in (DEFAULT, TODO)])
 
 
 def cpu_gain(backend: str, size: str) -> list[str]:
     """Stable Diffusion 1.5's UNet on a CPU at batch 2, as `gpu_gain`."""
-    return [on_cpu(backend, size, name) for name in (DEFAULT, TODO)]
+    return with_image([on_cpu(backend, size, name) for name in (DEFAULT, TODO)])
 
 
 def scenes_gain(backend: str) -> list[str]:
     """The UNet of `scenes_sd` at 256 px on a CPU, as `gpu_gain`."""
-    return [gain_of(arm("scenes_unet", name, backend, 256), "scenes_unet") for name in (DEFAULT, TODO)]
+    return with_image([gain_of(arm("scenes_unet", name, backend, 256), "scenes_unet") for name in (DEFAULT, TODO)])
 
 
-def image_gain(images: str) -> list[str]:
-    """Whole images in ONNX Runtime, as `gpu_gain`."""
-    return [image_speed_up(images, ONNX_RUNTIME, *name.split()) for name in (DEFAULT, TODO)]
+def with_image(gains: list[str]) -> list[str]:
+    """The gains of a pass by the default and by todo, and of an image by the first of them that was measured."""
+    return [*gains, of_image(next((gain for gain in gains if gain != NOT_MEASURED), NOT_MEASURED))]
+
+
+def small_image_gain() -> list[str]:
+    """As `gpu_gain`, of `emoji_sd` at 128 px, where whole images were timed that merge in all steps."""
+    names = (EVERY_STEP, TODO)
+    return with_image([image_speed_up("emoji_sd_128", ONNX_RUNTIME, name) for name in names])
 
 
 def demo(*name: str) -> list[str]:
@@ -291,9 +349,10 @@ def demo(*name: str) -> list[str]:
     (row,) = [row for row in read("demo")["arms"] if row["arm"] == " ".join(name)]
     seconds, peak = f"{row['step_seconds']:.2f}", f"{row['peak_bytes'] / 1e6:.0f}"
     if row["config"] is None:
-        return [seconds, *[NOT_MEASURED] * 3, peak, NOT_MEASURED]
+        return [NOT_MEASURED, seconds, *[NOT_MEASURED] * 3, peak, NOT_MEASURED]
     distance = f"{row['psnr']:.1f}", f"{row['ssim']:.3f}"
-    return [seconds, f"{row['gain']:.2f}×", *distance, peak, f"{100 * row['macs_saved']:.1f} %"]
+    plain, saved = f"{100 * row['plain_share']:.0f} %", f"{100 * row['macs_saved']:.1f} %"
+    return [plain, seconds, f"{row['gain']:.2f}×", *distance, peak, saved]
 
 
 def exported_pass(size: str) -> list[str]:
@@ -353,15 +412,18 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
     "gpu_gain": gpu_gain,
     "cpu_gain": cpu_gain,
     "scenes_gain": scenes_gain,
-    "image_gain": image_gain,
+    "small_image_gain": small_image_gain,
     "demo": demo,
     "exported_pass": exported_pass,
     "rehearsal": rehearsal,
     "sdxl_block": sdxl_block,
     "choice": choice,
     "by_runtime": by_runtime,
-    "image_speed_up": image_speed_up,
     "arm_psnr": arm_psnr,
+    "image_on_gpu": image_on_gpu,
+    "quality": quality,
+    "quality_gain": quality_gain,
+    "quality_mean": quality_mean,
 }
 
 
@@ -369,17 +431,14 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
 
 SETS = {"scenes_sd_256": "scenes", "scenes_sd_256_photographs": "photographs", "emoji_sd_128": "simple images"}
 ARMS = (  # of alternatives_*.json on the page, where a result has them
-    "interlace 0.5",
-    "interlace 0.75",
-    "interlace 0.875",
-    "interlace 0.9375",
+    *(f"interlace {ratio}, merge_steps='all'" for ratio in (0.5, 0.75, 0.875, 0.9375)),
     "todo 0.75",
     "tomesd 0.25",
     "tomesd 0.5",
     "10 steps",
-    "10 steps + interlace 0.75",
+    f"10 steps + {EVERY_STEP}",
     "DeepCache 2",
-    "DeepCache 2 + interlace 0.75",
+    f"DeepCache 2 + {EVERY_STEP}",
     "another seed",
 )
 
@@ -396,8 +455,33 @@ def write_results(output: Path) -> str:
         sizes=table_of_sizes(),
         gpu=table_of_gpu(),
         images=table_of_images(),
+        **quality_parts(),
         **{function.__name__: function for function in functions},
     )
+
+
+def quality_parts() -> dict[str, Any]:
+    """The tables of samplers.json, and what the page says of them."""
+    result = read("samplers")
+    timing, settings = result["timing"], result["settings"]
+    gains = [
+        [name, *(f"{samplers.pass_gain(timing, name, runtime):.2f}×" for runtime in samplers.RUNTIMES)]
+        for name in timing["passes"][samplers.RUNTIMES[0]]
+        if name != PLAIN
+    ]
+    plain, merged = (statistics.median(timing["images"][name]) for name in (PLAIN, samplers.DEFAULT.name))
+    _, arm = quality_of("dpm-7.5", samplers.DEFAULT.name)
+    of_runtime = timing["passes"][samplers.RUNTIMES[0]]
+    seconds = {name: statistics.median(times) for name, times in of_runtime.items()}
+    of_passes = arm["plain"] * seconds[PLAIN] + (arm["passes"] - arm["plain"]) * seconds[samplers.DEFAULT.name]
+    counts = {len(arm["psnr"]) for setting in settings for arm in setting["arms"]}
+    return {
+        "quality_count": "{}".format(*counts),
+        "quality_tables": [(samplers.title_of(one), frame_table(samplers.rows_of(result, one))) for one in settings],
+        "pass_gains": "\n".join(table(["a pass", "ONNX Runtime", "OpenVINO"], gains)),
+        "image_of_passes": f"{100 * merged / of_passes:.0f} %",
+        "image_gain": f"{plain / merged:.2f}×",
+    }
 
 
 def table_of_passes() -> str:

@@ -15,16 +15,16 @@ import ppdiffusers_tome  # noqa: F401 - before paddle
 # isort: split
 import numpy as np
 import paddle
-from alternatives import RESULTS
 from lab.result_files import read_json
 from PIL import Image, ImageDraw, ImageFont
 from ppdiffusers import StableDiffusionPipeline
+from samplers import DEFAULT, FOUR, RESULT, scheduler_of
 
 from ppdiffusers_tome import ToMeConfig
 
 ROOT = Path(__file__).parents[1]
 OUTPUT = ROOT / "docs" / "pairs.jpg"
-MERGED = ToMeConfig()
+KEY = "dpm-7.5"  # of the setting
 DETAIL, ENLARGED = 96, 4  # px of the image, and of the page for each of them
 SIDE, GAP, LABEL = DETAIL * ENLARGED, 8, 48  # px of the page
 
@@ -32,12 +32,14 @@ SIDE, GAP, LABEL = DETAIL * ENLARGED, 8, 48  # px of the page
 def main() -> None:
     """Write the image."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    result = read_json(RESULTS / "alternatives_scenes_sd_256.json")
-    pipe = StableDiffusionPipeline.from_pretrained(str(ROOT / result["model"]), paddle_dtype=paddle.float32)
+    result, setting = read_json(RESULT), FOUR[KEY]
+    model = str(ROOT / "examples" / setting.model)
+    pipe = StableDiffusionPipeline.from_pretrained(model, paddle_dtype=paddle.float32)
+    pipe.scheduler = scheduler_of(setting)
     page = Image.new("RGB", (4 * SIDE + 3 * GAP, 2 * (SIDE + LABEL)), "white")
     draw, font = ImageDraw.Draw(page), ImageFont.load_default(26)
     for row, (number, psnr) in enumerate(chosen(result)):
-        images = [generate(pipe, result, number, config) for config in (None, MERGED)]
+        images = [generate(pipe, result["prompts"][setting.model][number], ratio) for ratio in (0, None)]
         box = detail(*images)
         parts = [image.resize((SIDE, SIDE), Image.Resampling.LANCZOS) for image in images]
         parts += [image.crop(box).resize((SIDE, SIDE), Image.Resampling.NEAREST) for image in images]
@@ -52,19 +54,19 @@ def main() -> None:
 
 def chosen(result: dict[str, Any]) -> list[tuple[int, float]]:
     """The numbers of the two prompts with their PSNR: the lower of the two in the middle, and the smallest."""
-    name = f"{MERGED.method} {MERGED.effective_ratio:g}"
-    values = next(arm for arm in result["arms"] if arm["name"] == name)["images"]["psnr"]
+    (setting,) = [setting for setting in result["settings"] if setting["key"] == KEY]
+    values = next(arm for arm in setting["arms"] if arm["name"] == DEFAULT.name)["psnr"]
     order = sorted(range(len(values)), key=values.__getitem__)
     return [(number, values[number]) for number in (order[(len(order) - 1) // 2], order[0])]
 
 
-def generate(pipe: Any, result: dict[str, Any], number: int, config: ToMeConfig | None) -> Image.Image:
-    """The image of a prompt, as `alternatives.py` makes it."""
-    prompt, settings = result["prompts"][number], {"output_type": "pil", "height": result["size"]}
-    settings |= {"width": result["size"], "guidance_scale": result["guidance_scale"]}
-    paddle.seed(prompt["seed"])
-    with pipe.tome(config=config or ToMeConfig(0)):
-        return pipe(prompt["prompt"], num_inference_steps=result["steps"], **settings).images[0]
+def generate(pipe: Any, prompt: tuple[str, int], ratio: float | None) -> Image.Image:
+    """The image of a prompt, as `samplers.py` makes it; at ratio None merged by default."""
+    setting, (text, seed) = FOUR[KEY], prompt
+    sizes = {"height": setting.size, "width": setting.size}
+    paddle.seed(seed)
+    with pipe.tome(config=ToMeConfig(ratio)):
+        return pipe(text, num_inference_steps=setting.steps, guidance_scale=setting.guidance, **sizes).images[0]
 
 
 def detail(plain: Image.Image, merged: Image.Image) -> tuple[int, int, int, int]:
