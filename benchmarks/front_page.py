@@ -14,16 +14,11 @@ import ppdiffusers_tome  # noqa: F401 - before paddle
 
 # isort: split
 import numpy as np
-import paddle
 from lab.result_files import read_json
 from PIL import Image, ImageDraw, ImageFont
-from ppdiffusers import StableDiffusionPipeline
-from samplers import DEFAULT, FOUR, RESULT, scheduler_of
+from samplers import DEFAULT, FOUR, PLAIN, RESULT, Arm, generate
 
-from ppdiffusers_tome import ToMeConfig
-
-ROOT = Path(__file__).parents[1]
-OUTPUT = ROOT / "docs" / "pairs.jpg"
+OUTPUT = Path(__file__).parents[1] / "docs" / "pairs.jpg"
 KEY = "dpm-7.5"  # of the setting
 DETAIL, ENLARGED = 96, 4  # px of the image, and of the page for each of them
 SIDE, GAP, LABEL = DETAIL * ENLARGED, 8, 48  # px of the page
@@ -32,14 +27,11 @@ SIDE, GAP, LABEL = DETAIL * ENLARGED, 8, 48  # px of the page
 def main() -> None:
     """Write the image."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    result, setting = read_json(RESULT), FOUR[KEY]
-    model = str(ROOT / "examples" / setting.model)
-    pipe = StableDiffusionPipeline.from_pretrained(model, paddle_dtype=paddle.float32)
-    pipe.scheduler = scheduler_of(setting)
+    result = read_json(RESULT)
     page = Image.new("RGB", (4 * SIDE + 3 * GAP, 2 * (SIDE + LABEL)), "white")
     draw, font = ImageDraw.Draw(page), ImageFont.load_default(26)
     for row, (number, psnr) in enumerate(chosen(result)):
-        images = [generate(pipe, result["prompts"][setting.model][number], ratio) for ratio in (0, None)]
+        images = [image_of(arm, number) for arm in (PLAIN, DEFAULT)]
         box = detail(*images)
         parts = [image.resize((SIDE, SIDE), Image.Resampling.LANCZOS) for image in images]
         parts += [image.crop(box).resize((SIDE, SIDE), Image.Resampling.NEAREST) for image in images]
@@ -60,13 +52,10 @@ def chosen(result: dict[str, Any]) -> list[tuple[int, float]]:
     return [(number, values[number]) for number in (order[(len(order) - 1) // 2], order[0])]
 
 
-def generate(pipe: Any, prompt: tuple[str, int], ratio: float | None) -> Image.Image:
-    """The image of a prompt, as `samplers.py` makes it; at ratio None merged by default."""
-    setting, (text, seed) = FOUR[KEY], prompt
-    sizes = {"height": setting.size, "width": setting.size}
-    paddle.seed(seed)
-    with pipe.tome(config=ToMeConfig(ratio)):
-        return pipe(text, num_inference_steps=setting.steps, guidance_scale=setting.guidance, **sizes).images[0]
+def image_of(arm: Arm, number: int) -> Image.Image:
+    """The image of a prompt by an arm."""
+    pixels = generate(FOUR[KEY], arm, number).clip(0, 1)
+    return Image.fromarray((255 * pixels).round().astype("uint8"))
 
 
 def detail(plain: Image.Image, merged: Image.Image) -> tuple[int, int, int, int]:
