@@ -46,7 +46,7 @@ ROW = re.compile(r"^\| (.*) <!--: (.+?) --> \|$", re.MULTILINE)
 PLACE = ("model", "scope", "size", "batch")  # these fields identify the case of an arm
 DEFAULT, TODO = "interlace 0.75", "todo 0.75"  # todo keeps as many keys, and was timed where interlace was not
 EVERY_STEP = samplers.ALL.name
-IN_CHINESE = {NO_DIFFERENCE: "无明显差异"}
+IN_CHINESE = {NO_DIFFERENCE: "无明显差异", " of ": "/"}
 
 
 def update(text: str, is_chinese: bool = False) -> str:
