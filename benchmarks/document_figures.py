@@ -255,7 +255,7 @@ def of_image(pass_gain: str) -> str:
         return pass_gain
     _, arm = quality_of("dpm-7.5", samplers.DEFAULT.name)
     share = arm["plain"] / arm["passes"]
-    return f"{1 / (share + (1 - share) / float(pass_gain[:-1])):.2f}×"
+    return f"{samplers.gain_with_plain_steps(float(pass_gain[:-1]), share):.2f}×"
 
 
 def image_on_gpu(size: str) -> str:
@@ -381,12 +381,6 @@ def arm_of(images: str, name: str) -> dict[str, Any]:
     """An arm of alternatives_IMAGES.json."""
     (row,) = [row for row in read(f"alternatives_{images}")["arms"] if row["name"] == name]
     return row
-
-
-def alternative(images: str, *name: str) -> list[str]:
-    """An arm: gain of whole images in ONNX Runtime, PSNR and ST-LPIPS."""
-    row = arm_of(images, " ".join(name))
-    return [image_speed_up(images, "onnxruntime", *name), f"{row['psnr']:.1f}", f"{row['perceptual']:.4f}"]
 
 
 def image_speed_up(images: str, runtime: str, *name: str) -> str:

@@ -34,15 +34,20 @@ def kept_tokens(parts: int, timestep: int) -> set[int]:
     return set(INTERLACE.choose(paddle.zeros([1, GRID.tokens, 1]), constants, kept, turn).positions.flatten().tolist())
 
 
+def opening(width: int, height: int) -> list[str]:
+    """The first lines of a picture of this size in px."""
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
+        f"<style>{STYLE}</style>",
+        '<rect width="100%" height="100%" fill="white"/>',
+    ]
+
+
 def draw() -> str:
     """The picture, as SVG."""
     width, height = GRID.w * SPACING + MARGIN, GRID.h * SPACING + MARGIN
     size = TITLE + len(TIMESTEPS) * width, MARGIN + len(KEPT) * height
-    lines = [
-        '<svg xmlns="http://www.w3.org/2000/svg" width="{0}" height="{1}" viewBox="0 0 {0} {1}">'.format(*size),
-        f"<style>{STYLE}</style>",
-        '<rect width="100%" height="100%" fill="white"/>',
-    ]
+    lines = opening(*size)
     for column, step in enumerate(TIMESTEPS):
         lines.append(f'<text x="{TITLE + column * width}" y="{MARGIN - 10}">step {step}</text>')
     for row, parts in enumerate(KEPT):
@@ -62,11 +67,7 @@ def draw_steps() -> str:
     """The picture of the steps, as SVG: a bar for each step, as high as the share of the keys that remain."""
     row, left = HEIGHT + 2 * MARGIN, 12
     size = WIDTH + 2 * left, len(SCHEDULES) * row + MARGIN
-    lines = [
-        '<svg xmlns="http://www.w3.org/2000/svg" width="{0}" height="{1}" viewBox="0 0 {0} {1}">'.format(*size),
-        f"<style>{STYLE}</style>",
-        '<rect width="100%" height="100%" fill="white"/>',
-    ]
+    lines = opening(*size)
     for number, setting in enumerate(SCHEDULES):
         timesteps, bottom = timesteps_of(setting, setting.steps), (number + 1) * row
         plain = PLAIN_STEPS.count(timesteps)

@@ -32,7 +32,7 @@ from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.comparison.environment import commit, describe_environment
 from ppdiffusers_tome.comparison.results import write_result
 from ppdiffusers_tome.comparison.sheets import make_sheet, save_jpeg
-from ppdiffusers_tome.families.schedules import as_numbers
+from ppdiffusers_tome.families import schedules
 from ppdiffusers_tome.methods.steps import PLAIN_STEPS, PlainSteps
 from ppdiffusers_tome.methods.turns import turn_table
 from ppdiffusers_tome.wording import merging_in_words
@@ -154,7 +154,7 @@ class Switched:
         self._unet, self._ratio, self._plain = unet, ratio, plain
 
     def __call__(self, sample: Any, timestep: Any, *args: Any, **kwargs: Any) -> Any:
-        self._unet.ratio = 0.0 if self._plain.count(as_numbers(timestep)) else self._ratio
+        self._unet.ratio = 0.0 if self._plain.count(schedules.as_numbers(timestep)) else self._ratio
         return self._unet(sample, timestep, *args, **kwargs)
 
 
@@ -294,10 +294,9 @@ def scheduler_of(setting: Setting) -> Any:
 
 def timesteps_of(setting: Setting, steps: int) -> list[float]:
     """The timesteps of the passes of an image."""
-    scheduler = scheduler_of(setting)
     total = steps if setting.strength is None else round(steps / setting.strength)
-    scheduler.set_timesteps(total)
-    timesteps = as_numbers(scheduler.timesteps)
+    timesteps = schedules.timesteps_of(scheduler_of(setting), total)
+    assert timesteps is not None
     return timesteps if setting.strength is None else timesteps[-min(int(total * setting.strength), total) :]
 
 
@@ -390,7 +389,11 @@ def image_gain(timing: dict[str, Any], setting: dict[str, Any], arm: dict[str, A
     if arm["merging"] is None:
         return setting["passes"] / arm["passes"]
     gain = pass_gain(timing, merging_in_words(ToMeConfig(**arm["merging"])))
-    share = arm["plain"] / arm["passes"]
+    return gain_with_plain_steps(gain, arm["plain"] / arm["passes"])
+
+
+def gain_with_plain_steps(gain: float, share: float) -> float:
+    """The gain of an image, from that of a pass that merges and the share of the passes that are plain."""
     return 1 / (share + (1 - share) / gain)
 
 

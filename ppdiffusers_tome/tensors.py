@@ -20,6 +20,11 @@ def gather(x: paddle.Tensor, index: paddle.Tensor, axis: int = 0) -> paddle.Tens
     return paddle.gather(x, index, axis=axis)
 
 
+def first_number(x: paddle.Tensor) -> paddle.Tensor:  # [B] or a single number, of any dtype → [1] float32
+    """The first number of a tensor; in a program the length of a slice may be unknown."""
+    return cast(x.reshape([-1])[:1].reshape([1]), paddle.float32)
+
+
 def count_rows(rows: paddle.Tensor) -> paddle.Tensor:
     """0, 1, … n - 1 for rows [n, …], in int64; a program may not know n."""
     return paddle.cumsum(paddle.ones_like(rows, dtype="int64"), axis=0) - 1

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import paddle
 
-from ..tensors import cast
+from ..tensors import first_number
 
 
 class PlainSteps(NamedTuple):
@@ -26,8 +26,7 @@ class PlainSteps(NamedTuple):
 
     def include(self, timestep: paddle.Tensor) -> paddle.Tensor:  # [B] or a single number, of any dtype → [1] bool
         """Whether a step keeps all tokens: for the whole batch by the timestep of its first row."""
-        # In a program the length of a slice may be unknown.
-        first = cast(timestep.reshape([-1])[:1].reshape([1]), paddle.float32)
+        first = first_number(timestep)
         return (first >= self.first) | ((first >= self.last_from) & (first <= self.last_to))
 
     def count(self, timesteps: Iterable[float]) -> int:

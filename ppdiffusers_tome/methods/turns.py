@@ -10,7 +10,7 @@ import numpy as np
 import paddle
 
 from ..grid import constant
-from ..tensors import cast, count_rows
+from ..tensors import cast, count_rows, first_number
 
 TURNS = 16
 LAST_TIMESTEP = 1000
@@ -58,7 +58,5 @@ def turn_at(
     table: paddle.Tensor,  # of `turn_table`
 ) -> paddle.Tensor:  # [1] int64
     """The number of the turn at a timestep: for the whole batch that of its first row, rounded to a whole number."""
-    # In a program the length of a slice may be unknown, and with it the number of frames.
-    first = cast(timestep.reshape([-1])[:1].reshape([1]), paddle.float32)
-    whole = paddle.clip(paddle.floor(first + 0.5), 0, LAST_TIMESTEP)
+    whole = paddle.clip(paddle.floor(first_number(timestep) + 0.5), 0, LAST_TIMESTEP)
     return paddle.gather(table, cast(whole, paddle.int64))
