@@ -7,13 +7,12 @@ Both show what the package chooses at the timesteps of these steps.
 
 from pathlib import Path
 
-import paddle
 from samplers import FOUR, SETTINGS, timesteps_of
 
 from ppdiffusers_tome import Grid, ToMeConfig
 from ppdiffusers_tome.methods.interlace import INTERLACE, PARTS
 from ppdiffusers_tome.methods.steps import PLAIN_STEPS
-from ppdiffusers_tome.methods.turns import Turn, turn_at, turn_table
+from ppdiffusers_tome.methods.turns import turn_table
 
 OUTPUT = Path(__file__).parents[1] / "docs" / "interlace.svg"
 STEPS = OUTPUT.with_name("steps.svg")
@@ -29,9 +28,8 @@ STYLE = ".kept{fill:#3949ab}.other{fill:#dcdfe6}.plain{fill:#ef6c00}text{font:14
 def kept_tokens(parts: int, timestep: int) -> set[int]:
     """The tokens whose keys and values remain in a block that keeps `parts` of each cell."""
     settings, kept = ToMeConfig(), GRID.tokens * parts // PARTS
-    constants = INTERLACE.constants(GRID, settings, kept, block=0)
-    turn = Turn(turn_at(paddle.to_tensor([timestep]), turn_table()))
-    return set(INTERLACE.choose(paddle.zeros([1, GRID.tokens, 1]), constants, kept, turn).positions.flatten().tolist())
+    table = INTERLACE.constants(GRID, settings, kept, block=0)
+    return set(table[turn_table()[timestep]].tolist())
 
 
 def opening(width: int, height: int) -> list[str]:

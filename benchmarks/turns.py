@@ -351,7 +351,7 @@ def main() -> None:
         print("".join(f"{turn:x}" for turn in search(options.tries, options.seed)))
         return
     random = np.random.RandomState(5).randint(0, TURNS, LAST_TIMESTEP + 1)
-    ways = {"counting": None, "random": random, "package": turn_table().numpy()}
+    ways = {"counting": None, "random": random, "package": turn_table()}
     head = ["turns", *(f"P={parts}: mean, worst, dB" for parts in PARTS)]
     for title, samplers, steps in (
         ("usual samplers, 4 to 50 steps", USUAL, STEPS),

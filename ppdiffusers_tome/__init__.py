@@ -27,8 +27,8 @@ if sys.argv[:1] != ["-m"] or sys.orig_argv[-len(sys.argv) - 1 :] != ["-m", __nam
     from .config import ToMeConfig
     from .grid import Grid, choose_dst
     from .hub import prepare_download
+    from .methods.matching import match_tokens
     from .methods.plan import MergePlan, merge, unmerge
-    from .methods.tomesd import match_tokens
     from .summary import BlockSummary, ToMeSummary, tome_summary
 
     install_methods()

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import paddle
 
 
 class Grid(NamedTuple):
@@ -58,8 +57,3 @@ def choose_dst(
     y = np.arange(rows)[:, None] * sy + offset // sx
     x = np.arange(columns)[None, :] * sx + offset % sx
     return np.sort((y * grid.w + x).reshape(-1))
-
-
-def constant(array: np.ndarray, dtype: str = "int64") -> paddle.Tensor:
-    """A tensor that becomes a constant of a program; call it in a function that is `paddle.jit.not_to_static`."""
-    return paddle.to_tensor(array, dtype=dtype)

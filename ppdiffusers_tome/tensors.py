@@ -1,11 +1,20 @@
 """Tensor operations that Paddle's own would copy, round or compute where it must not."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import paddle
 
 HALF = (paddle.float16, paddle.bfloat16)
 LARGEST = 3.4028234663852886e38  # in float32
+
+
+@paddle.jit.not_to_static  # Paddle would compute them in the program
+def constants(arrays: Any) -> Any:
+    """A NumPy array, or those of a NamedTuple, as int64 tensors that are constants of a program."""
+    if isinstance(arrays, tuple):
+        return type(arrays)(*map(constants, arrays))
+    return paddle.to_tensor(arrays, dtype="int64")
 
 
 def cast(x: paddle.Tensor, dtype: paddle.dtype) -> paddle.Tensor:

@@ -21,6 +21,7 @@ from ..families.models import (
     remove_builtin,
     why_nothing_merges,
 )
+from ..grid import Grid
 from .attention import AttentionWrap, ProjectionWrap
 from .forward import ensure, remove, wrap_of
 from .layers import MergeWrap
@@ -200,6 +201,13 @@ def attached_placements(denoiser: nn.Layer) -> list[tuple[MergeableBlock, Placem
         return []
     placed = applied.placements
     return [(block, placed[block.index]) for block in find_blocks(denoiser) if block.index in placed]
+
+
+def last_grids(denoiser: nn.Layer) -> dict[int, Grid]:
+    """The token grids of a denoiser's blocks in the last pass of this thread, by the index of the block."""
+    wraps = (wrap_of(layer) for layer in denoiser.sublayers())
+    grids = {wrap.index: wrap.last_grid() for wrap in wraps if isinstance(wrap, BlockWrap)}
+    return {index: grid for index, grid in grids.items() if grid is not None}
 
 
 def config_of(denoiser: nn.Layer) -> ToMeConfig | None:

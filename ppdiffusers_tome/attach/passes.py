@@ -21,9 +21,10 @@ from ..families.models import MergeableBlock, gets_timestep, is_chunked
 from ..families.stream import split
 from ..families.table import Family
 from ..grid import Grid
-from ..methods.plan import MergePlan
+from ..methods.plan import MergePlan, Turn, turn_at
 from ..methods.steps import plain_steps_of
-from ..methods.turns import Turn, turn_at, turn_table
+from ..methods.turns import turn_table
+from ..tensors import constants, first_number
 from .forward import Wrap, is_outermost
 from .placement import Placement
 
@@ -292,12 +293,18 @@ def read_timestep(timestep: paddle.Tensor, config: ToMeConfig, family: Family, t
     """
     with paddle.no_grad():
         is_eager = paddle.in_dynamic_mode()
-        table = tables.get(paddle.get_device(), turn_table) if is_eager else turn_table()
+        table = tables.get(paddle.get_device(), _turns) if is_eager else _turns()
         is_plain: bool | paddle.Tensor = False
         if config.has_plain_steps:
-            is_plain = plain_steps_of(family.is_flow).include(timestep)
+            is_plain = plain_steps_of(family.is_flow).include(first_number(timestep))
             is_plain = bool(is_plain) if is_eager else is_plain
         return TimestepOfPass(turn_at(timestep, table), timestep.shape[0] if timestep.ndim else 1, is_plain)
+
+
+@paddle.jit.not_to_static  # not to be computed in the program
+def _turns() -> paddle.Tensor:  # [LAST_TIMESTEP + 1] int64
+    table: paddle.Tensor = constants(turn_table())
+    return table
 
 
 # Blocks
@@ -335,6 +342,11 @@ class BlockWrap(PassWrap):
 
     def is_like(self, other: PassWrap) -> bool:
         return super().is_like(other) and isinstance(other, BlockWrap) and self.index == other.index
+
+    def last_grid(self) -> Grid | None:
+        """The token grid of the block in the last pass of this thread; None before the first."""
+        last = self.attachment.current
+        return None if last is None else last.grids.get(self._grid)
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         name = self._facts.tokens
@@ -415,7 +427,7 @@ class BlockWrap(PassWrap):
         """The constants of a grid, cached by device; a traced program gets its own."""
 
         def build() -> Any:
-            return placement.method.constants(grid, placement.config, kept, self.index)
+            return constants(placement.method.constants(grid, placement.config, kept, self.index))
 
         if not paddle.in_dynamic_mode():
             return build()

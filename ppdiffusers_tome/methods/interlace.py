@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import paddle
 
 from ..errors import ParameterError
-from ..grid import Grid, constant, count_dst
+from ..grid import Grid, count_dst
 from .method import Method, Settings
-from .plan import Choice
-from .turns import FIRST_TURN, TURNS, Turn
+from .turns import TURNS
 
 SIDE = 4  # tokens along each side of a cell
 PARTS = SIDE * SIDE  # of the tokens, one position of each cell each; a block keeps a number of them
@@ -62,13 +60,9 @@ class Interlace(Method):
     def count_kept(self, grid: Grid, settings: Settings, share: float) -> int:
         return grid.tokens - count_dst(grid, SIDE, SIDE) * (PARTS - round(share * PARTS))
 
-    def constants(self, grid: Grid, settings: Settings, kept: int, block: int) -> paddle.Tensor:
+    def constants(self, grid: Grid, settings: Settings, kept: int, block: int) -> np.ndarray:
         cells = count_dst(grid, SIDE, SIDE)
         return remaining(grid, PARTS - (grid.tokens - kept) // cells, block)
-
-    def choose(self, metric: paddle.Tensor, constants: paddle.Tensor, kept: int, turn: Turn = FIRST_TURN) -> Choice:
-        with paddle.no_grad():
-            return Choice(turn.choose(constants))
 
 
 def _whole_parts(parts: float) -> int:
@@ -95,8 +89,7 @@ def ranks(grid: Grid) -> np.ndarray:  # [h, w] int64
     return table
 
 
-@paddle.jit.not_to_static  # constants, which Paddle would compute in the program
-def remaining(grid: Grid, parts: int, block: int) -> paddle.Tensor:  # [TURNS, K] int64, ascending in each turn
+def remaining(grid: Grid, parts: int, block: int) -> np.ndarray:  # [TURNS, K] int64, ascending in each turn
     """The tokens that remain in each turn if a block keeps `parts` of each whole cell, and all tokens outside of them.
 
     In turn p these are the tokens of rank parts·p, … parts·p + parts - 1, modulo `PARTS`. A block is `offset_of` turns
@@ -105,7 +98,7 @@ def remaining(grid: Grid, parts: int, block: int) -> paddle.Tensor:  # [TURNS, K
     rank = ranks(grid).reshape(-1)
     turns = np.arange(TURNS)[:, None] + offset_of(block)
     remains = ((rank - parts * turns) % PARTS < parts) | (rank < 0)  # [TURNS, N]
-    return constant(np.stack([np.flatnonzero(one) for one in remains]))
+    return np.stack([np.flatnonzero(one) for one in remains])
 
 
 def offset_of(block: int) -> int:

@@ -3,13 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import paddle
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..grid import Grid
-from .plan import Choice
-from .turns import FIRST_TURN, Turn
+
+if TYPE_CHECKING:  # a method is read, and its constants are computed, without Paddle
+    import paddle
+
+    from .plan import Choice, Turn
 
 IN_ALL_METHODS = frozenset({"ratio", "method", "max_downsample", "min_tokens"})  # settings
 
@@ -88,7 +89,10 @@ class Method(ABC):
 
     @abstractmethod
     def constants(self, grid: Grid, settings: Settings, kept: int, block: int) -> Any:
-        """What the choices on a grid have in common, as constants of a program.
+        """What the choices on a grid have in common, in NumPy's int64: constants of a program.
+
+        Of a method that leaves tokens out it is the table of those that remain in each turn, [T, K] with T = `TURNS`
+        or 1, ascending. One that merges queries returns a NamedTuple of arrays.
 
         Args:
             grid: tokens along each axis.
@@ -97,15 +101,15 @@ class Method(ABC):
             block: number of the block in its denoiser; blocks may make other choices.
         """
 
-    @abstractmethod
     def choose(
         self,
-        metric: paddle.Tensor,  # [B, N, C] floating point; the frames of a video are rows
-        constants: Any,
+        metric: "paddle.Tensor",  # [B, N, C] floating point; the frames of a video are rows
+        constants: Any,  # as tensors
         kept: int,
-        turn: Turn = FIRST_TURN,
-    ) -> Choice:
-        """Choose the tokens that remain. No gradient flows through the choice."""
+        turn: "Turn",
+    ) -> "Choice":
+        """Choose the tokens that remain, by default those of the table. No gradient flows through the choice."""
+        return turn.choose(constants)
 
     def pairs_compared(self, grid: Grid, settings: Settings) -> int:
         """Number of pairs of tokens whose similarity is computed; 0 if none is."""

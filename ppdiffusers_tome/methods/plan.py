@@ -1,4 +1,4 @@
-"""`MergePlan` moves the tokens of a pass by the `Choice` of a method."""
+"""What a method chooses in a pass (`Choice`), by whose turn it is (`Turn`), and what moves tokens (`MergePlan`)."""
 
 from functools import cached_property
 from typing import NamedTuple
@@ -7,8 +7,8 @@ import numpy as np
 import paddle
 
 from ..errors import ToMePassError
-from ..grid import constant
-from ..tensors import HALF, cast, count_rows, gather
+from ..tensors import HALF, cast, constants, count_rows, first_number, gather
+from .turns import LAST_TIMESTEP, TURNS
 
 
 class Merging(NamedTuple):
@@ -40,10 +40,37 @@ class Choice(NamedTuple):
         return Choice(paddle.slice(positions, axes=[1], starts=[0], ends=paddle.gather(counts, one)))
 
 
-@paddle.jit.not_to_static  # constants, which Paddle would compute in the program
+@paddle.jit.not_to_static  # not to be computed in the program
 def _all_positions(rows: int, tokens: int, kept: int) -> tuple[paddle.Tensor, paddle.Tensor]:  # [1, rows·N], [2]
     """All N tokens in each of a number of rows, and how many remain by a choice and without."""
-    return constant(np.tile(np.arange(tokens), rows)[None]), constant(np.array([kept, tokens]))
+    return constants(np.tile(np.arange(tokens), rows)[None]), constants(np.array([kept, tokens]))
+
+
+class Turn(NamedTuple):
+    """Which of the choices of a method a pass has."""
+
+    number: paddle.Tensor | None = None  # [1] int64 from 0 to TURNS - 1; None: always 0
+    frames: int = 1  # of one video; each is one turn after the frame before
+
+    def rows(self, table: paddle.Tensor) -> paddle.Tensor:  # [TURNS, L] → [frames, L]
+        """The rows of a table whose turn it is in successive frames."""
+        number = paddle.zeros([1], dtype="int64") if self.number is None else self.number
+        if self.frames > 1:
+            number = (number + count_rows(paddle.ones([self.frames]))) % TURNS
+        return paddle.gather(table, number)
+
+    def choose(self, table: paddle.Tensor) -> Choice:  # [TURNS, K], or [1, K] of a choice that does not change
+        """The tokens that remain, by a table of their positions."""
+        return Choice(table if table.shape[0] == 1 else self.rows(table))
+
+
+def turn_at(
+    timestep: paddle.Tensor,  # [B] or a single number, of any dtype
+    table: paddle.Tensor,  # of `turn_table`
+) -> paddle.Tensor:  # [1] int64
+    """The number of the turn at a timestep: for the whole batch that of its first row, rounded to a whole number."""
+    whole = paddle.clip(paddle.floor(first_number(timestep) + 0.5), 0, LAST_TIMESTEP)
+    return paddle.gather(table, cast(whole, paddle.int64))
 
 
 class MergePlan:

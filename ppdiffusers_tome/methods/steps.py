@@ -7,11 +7,7 @@ other input.
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
-
-import paddle
-
-from ..tensors import first_number
+from typing import Any, NamedTuple
 
 
 class PlainSteps(NamedTuple):
@@ -24,10 +20,9 @@ class PlainSteps(NamedTuple):
     last_from: float  # those with noise between these two
     last_to: float
 
-    def include(self, timestep: paddle.Tensor) -> paddle.Tensor:  # [B] or a single number, of any dtype → [1] bool
-        """Whether a step keeps all tokens: for the whole batch by the timestep of its first row."""
-        first = first_number(timestep)
-        return (first >= self.first) | ((first >= self.last_from) & (first <= self.last_to))
+    def include(self, timestep: Any) -> Any:  # [1] float → [1] bool, of any library of tensors
+        """Whether a step keeps all tokens."""
+        return (timestep >= self.first) | ((timestep >= self.last_from) & (timestep <= self.last_to))
 
     def count(self, timesteps: Iterable[float]) -> int:
         """How many of these steps keep all tokens.

@@ -9,12 +9,9 @@ Source: Smith et al. 2024, ToDo, arXiv:2402.13573.
 from dataclasses import dataclass
 
 import numpy as np
-import paddle
 
-from ..grid import Grid, choose_dst, constant, count_dst
+from ..grid import Grid, choose_dst, count_dst
 from .method import Method, Settings
-from .plan import Choice
-from .turns import FIRST_TURN, Turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,11 +27,8 @@ class Todo(Method):
     def count_kept(self, grid: Grid, settings: Settings, share: float) -> int:
         return _per_cell(settings) * count_dst(grid, settings.sx, settings.sy) or grid.tokens
 
-    def constants(self, grid: Grid, settings: Settings, kept: int, block: int) -> paddle.Tensor:
+    def constants(self, grid: Grid, settings: Settings, kept: int, block: int) -> np.ndarray:
         return remaining(grid, settings.sx, settings.sy, _per_cell(settings))
-
-    def choose(self, metric: paddle.Tensor, constants: paddle.Tensor, kept: int, turn: Turn = FIRST_TURN) -> Choice:
-        return Choice(constants)
 
 
 def _per_cell(settings: Settings) -> int:
@@ -45,10 +39,9 @@ def _per_cell(settings: Settings) -> int:
 TODO = Todo("todo", settings=frozenset({"sx", "sy"}))
 
 
-@paddle.jit.not_to_static  # constants, which Paddle would compute in the program
-def remaining(grid: Grid, sx: int, sy: int, per_cell: int) -> paddle.Tensor:  # [1, K] int64, ascending
+def remaining(grid: Grid, sx: int, sy: int, per_cell: int) -> np.ndarray:  # [1, K] int64, ascending
     """The first token of each sx×sy cell, and of two the one half a cell away along both axes."""
     positions = choose_dst(grid, sx, sy)
     if per_cell == 2:
         positions = np.sort(np.concatenate([positions, positions + sy // 2 * grid.w + sx // 2]))
-    return constant(positions[None])
+    return positions[None]

@@ -4,13 +4,7 @@ The turn is a function of the timestep alone, not of the number of steps before 
 exported program no other input.
 """
 
-from typing import NamedTuple
-
 import numpy as np
-import paddle
-
-from ..grid import constant
-from ..tensors import cast, count_rows, first_number
 
 TURNS = 16
 LAST_TIMESTEP = 1000
@@ -30,33 +24,6 @@ _TABLE = (
 )
 
 
-class Turn(NamedTuple):
-    """Which of the choices of a method a pass has."""
-
-    number: paddle.Tensor | None = None  # [1] int64 from 0 to TURNS - 1; None: always 0
-    frames: int = 1  # of one video; each is one turn after the frame before
-
-    def choose(self, table: paddle.Tensor) -> paddle.Tensor:  # [TURNS, L] → [frames, L]
-        """The rows of a table whose turn it is in successive frames."""
-        number = paddle.zeros([1], dtype="int64") if self.number is None else self.number
-        if self.frames > 1:
-            number = (number + count_rows(paddle.ones([self.frames]))) % TURNS
-        return paddle.gather(table, number)
-
-
-FIRST_TURN = Turn()
-
-
-@paddle.jit.not_to_static  # a constant, which Paddle would compute in the program
-def turn_table() -> paddle.Tensor:  # [LAST_TIMESTEP + 1] int64
+def turn_table() -> np.ndarray:  # [LAST_TIMESTEP + 1] int64
     """The number of the turn at each whole timestep."""
-    return constant(np.array([int(digit, TURNS) for digit in _TABLE]))
-
-
-def turn_at(
-    timestep: paddle.Tensor,  # [B] or a single number, of any dtype
-    table: paddle.Tensor,  # of `turn_table`
-) -> paddle.Tensor:  # [1] int64
-    """The number of the turn at a timestep: for the whole batch that of its first row, rounded to a whole number."""
-    whole = paddle.clip(paddle.floor(first_number(timestep) + 0.5), 0, LAST_TIMESTEP)
-    return paddle.gather(table, cast(whole, paddle.int64))
+    return np.array([int(digit, TURNS) for digit in _TABLE])

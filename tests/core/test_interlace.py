@@ -17,7 +17,9 @@ from ppdiffusers_tome import Grid, MergePlan, ToMeConfig, ToMeConfigError, merge
 from ppdiffusers_tome.attach.placement import placements
 from ppdiffusers_tome.families.models import find_blocks
 from ppdiffusers_tome.methods.interlace import INTERLACE, offset_of, remaining
-from ppdiffusers_tome.methods.turns import LAST_TIMESTEP, TURNS, Turn, turn_at, turn_table
+from ppdiffusers_tome.methods.plan import Turn, turn_at
+from ppdiffusers_tome.methods.turns import LAST_TIMESTEP, TURNS, turn_table
+from ppdiffusers_tome.tensors import constants
 
 # ppdiffusers' pipelines warn about their deprecated arguments and classes.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -35,7 +37,7 @@ def turn_of(timestep):
 @pytest.mark.parametrize("grid", [Grid(8, 8), Grid(9, 14), Grid(4, 4), Grid(7, 5)], ids=str)
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 6, 8, 15])
 def test_each_turn_keeps_its_part_of_every_cell_and_all_tokens_outside_of_cells(grid, parts):
-    kept = remaining(grid, parts, 2).numpy()
+    kept = remaining(grid, parts, 2)
     for turn, positions in enumerate(kept):
         assert positions.tolist() == interlaced(*grid, parts, turn + offset_of(2))
     counts = np.bincount(kept.reshape(-1), minlength=grid.tokens).reshape(grid)
@@ -45,10 +47,10 @@ def test_each_turn_keeps_its_part_of_every_cell_and_all_tokens_outside_of_cells(
 
 
 def test_half_is_a_checkerboard_and_a_quarter_is_every_second_row_and_column():
-    first, second = remaining(Grid(4, 4), 8, 0).numpy()[:2]
+    first, second = remaining(Grid(4, 4), 8, 0)[:2]
     assert first.tolist() == [0, 2, 5, 7, 8, 10, 13, 15]
     assert second.tolist() == [1, 3, 4, 6, 9, 11, 12, 14]
-    quarters = remaining(Grid(4, 4), 4, 0).numpy()[:4].tolist()
+    quarters = remaining(Grid(4, 4), 4, 0)[:4].tolist()
     assert quarters == [[0, 2, 8, 10], [5, 7, 13, 15], [1, 3, 9, 11], [4, 6, 12, 14]]
 
 
@@ -178,7 +180,7 @@ def test_both_halves_of_guidance_have_the_same_turn_with_one_timestep(plans):
 @pytest.mark.parametrize("dtype", ["int64", "int32", "float32", "float64", "float16"])
 @pytest.mark.parametrize("shape", [[], [1], [3]], ids=str)
 def test_timesteps_of_any_type_are_rounded(dtype, shape):
-    table = turn_table()
+    table = constants(turn_table())
     for timestep in (0, 7, 999, 1000):
         number = turn_at(paddle.full(shape, timestep).cast(dtype), table)
         assert number.tolist() == [turn_of(timestep)]
@@ -233,8 +235,8 @@ def test_frames_of_one_sequence_have_a_turn_each(number):
     turn = Turn(None if number is None else paddle.to_tensor([number]), frames)
     kept = INTERLACE.count_kept(grid, config, 0.25)
     x = noise(2, frames * grid.tokens, 4)
-    constants = INTERLACE.constants(grid, config, kept, 1)
-    choice = INTERLACE.choose(x.reshape([-1, grid.tokens, 4]), constants, kept, turn)
+    table = constants(INTERLACE.constants(grid, config, kept, 1))
+    choice = INTERLACE.choose(x.reshape([-1, grid.tokens, 4]), table, kept, turn)
     plan = MergePlan(choice, grid.tokens, frames)
     positions = [
         frame * grid.tokens + position

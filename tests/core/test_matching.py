@@ -21,7 +21,9 @@ from ppdiffusers_tome import (
     unmerge,
 )
 from ppdiffusers_tome.methods import METHODS
+from ppdiffusers_tome.methods.plan import Turn
 from ppdiffusers_tome.methods.todo import remaining
+from ppdiffusers_tome.tensors import constants
 
 HAS_STABLE_SORT = "stable" in inspect.signature(paddle.argsort).parameters
 
@@ -92,13 +94,13 @@ def test_todo_keeps_the_first_token_of_each_cell_and_of_two_the_one_half_a_cell_
             inside = (y % sy, x % sx)
             if inside == (0, 0) or (per_cell == 2 and inside == (sy // 2, sx // 2)):
                 expected.append(y * w + x)
-    assert remaining(Grid(h, w), sx, sy, per_cell).numpy().tolist() == [expected]
+    assert remaining(Grid(h, w), sx, sy, per_cell).tolist() == [expected]
 
 
 def test_two_tokens_of_each_cell_are_on_a_checkerboard():
     rows, columns = np.divmod(np.arange(96), 12)
     board = np.flatnonzero((rows + columns) % 2 == 0)
-    np.testing.assert_array_equal(remaining(Grid(8, 12), 2, 2, 2).numpy(), [board])
+    np.testing.assert_array_equal(remaining(Grid(8, 12), 2, 2, 2), [board])
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -109,7 +111,7 @@ def test_a_method_chooses_as_many_tokens_as_it_says(name, grid):
     assert 0 < kept <= grid.tokens
     if kept < grid.tokens:
         x = paddle.to_tensor(tokens(2, grid, 5))
-        choice = method.choose(x, method.constants(grid, config, kept, 0), kept)
+        choice = method.choose(x, constants(method.constants(grid, config, kept, 0)), kept, Turn())
         assert choice.positions.shape[1] == kept and (choice.merging is not None) == method.merges_queries
         for positions in choice.positions.numpy():
             assert len(set(positions)) == kept and 0 <= positions.min() <= positions.max() < grid.tokens
