@@ -152,6 +152,11 @@ class ToMeConfig:
         """Whether the first and last steps of an image keep all tokens."""
         return _methods()[self.method].has_plain_steps(self)
 
+    @property
+    def merges_queries(self) -> bool:
+        """Whether queries merge too, and not only keys and values are left out."""
+        return _methods()[self.method].merges_queries
+
     def with_settings(self, **settings: Any) -> "ToMeConfig":
         """A config with these settings in place of its own.
 

@@ -61,9 +61,9 @@ def linking(linked, formats):
     """
     earlier = {file.place: (root, file) for root, file in linked if file.formats == formats}
 
-    def save(traceable, planned, folder, target, *others):
+    def save(traceable, planned, folder, target, *others, **options):
         if planned.place not in earlier:
-            return tracing.save(traceable, planned, folder, target, *others)
+            return tracing.save(traceable, planned, folder, target, *others, **options)
         (root, file), paths = earlier[planned.place], {}
         (folder / target).mkdir(parents=True)
         for name in ("program", "params", "onnx"):

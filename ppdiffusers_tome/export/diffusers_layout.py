@@ -18,6 +18,7 @@ from ppdiffusers import DiffusionPipeline
 from .._version import __version__
 from ..errors import ToMeExportError
 from ..families.models import vae_factor
+from ..families.schedules import default_steps, timesteps_of
 from ..run.defaults import ModelDefaults, read_defaults
 from ..run.manifest import ProgramFile, Size, ratio_name
 from ..run.onnx_weights import external_places, set_places
@@ -62,14 +63,15 @@ TEXT_CONFIG = (  # the entries of transformers' CLIPTextConfig
     "bos_token_id",
     "eos_token_id",
 )
+LARGEST_NOISE_LEVEL = 3  # of schedules whose timesteps are ¼·log σ, as in EDM; the first one of others is far above
 PASSED = ("force_zeros_for_empty_prompt", "requires_aesthetics_score")  # arguments of SDXL's pipelines
 
 
-def check_loadable(pipe: DiffusionPipeline) -> None:
+def check_loadable(pipe: DiffusionPipeline, layout: DiffusersLayout) -> None:
     """Raise unless the loaders know this pipeline and its parts.
 
     Raises:
-        ToMeExportError: they do not know the pipeline, a text encoder or the scheduler.
+        ToMeExportError: they do not know the pipeline, a text encoder or the scheduler, or would round its timesteps.
     """
     class_name = type(pipe).__name__
     if class_name not in CLASSES:
@@ -88,6 +90,14 @@ def check_loadable(pipe: DiffusionPipeline) -> None:
         raise ToMeExportError(
             f"the scheduler is {scheduler}, which diffusers does not have: set another, such as "
             "pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)."
+        )
+    timesteps = timesteps_of(pipe.scheduler, default_steps(pipe) or 1) or ()
+    has_noise_levels = bool(timesteps) and max(map(abs, timesteps)) <= LARGEST_NOISE_LEVEL
+    if layout.runtime == "openvino" and has_noise_levels:
+        raise ToMeExportError(
+            f"the timesteps of {scheduler} are noise levels, from {min(timesteps):.2g} to {max(timesteps):.2g}, and "
+            "OpenVINO GenAI makes whole numbers of them: export for ONNX Runtime (--for onnxruntime), or set another "
+            "scheduler."
         )
 
 
@@ -165,7 +175,7 @@ def write_model(
     _skip_casts_of_inputs(program)
     for value in graph.input:
         if value.name == "timestep":
-            _take_integers(graph, value, is_scalar=layout.runtime == "onnxruntime")
+            _declare_timestep(graph, value, layout.runtime)
     for value in (*graph.input, *graph.output):
         pixels = 1 if (model, value.name) in IN_PIXELS else factor
         _name_dimensions(value, size.height // pixels, size.width // pixels)
@@ -226,21 +236,27 @@ def _skip_casts_of_inputs(program: "onnx.ModelProto") -> None:
     program.graph.node.extend(kept)
 
 
-def _take_integers(graph: "onnx.GraphProto", value: "onnx.ValueInfoProto", is_scalar: bool) -> None:
-    """Let a float32 input [1] be int64, as a scalar or [1]."""
+def _declare_timestep(graph: "onnx.GraphProto", value: "onnx.ValueInfoProto", runtime: str) -> None:
+    """Let the timestep, float32 [1], be what the loaders pass: they cast a scheduler's to its type.
+
+    OpenVINO GenAI passes int64 [1]. Optimum passes a scalar, and warns if it has to reshape it; as float32 it has
+    every timestep as the scheduler has it.
+    """
     from onnx import TensorProto, helper
 
     name = value.name
     for node in graph.node:
         node.input[:] = [f"{name}.float" if other == name else other for other in node.input]
-    value.type.tensor_type.elem_type = TensorProto.INT64
-    nodes = [helper.make_node("Cast", [name], [f"{name}.float"], to=TensorProto.FLOAT)]
-    if is_scalar:  # Optimum passes a scalar, and warns if it has to reshape it
+    if runtime == "openvino":
+        value.type.tensor_type.elem_type = TensorProto.INT64
+        nodes = [helper.make_node("Cast", [name], [f"{name}.float"], to=TensorProto.FLOAT)]
+    else:
         del value.type.tensor_type.shape.dim[:]
-        nodes[0].output[0] = f"{name}.scalar"
         one = helper.make_tensor(f"{name}.shape", TensorProto.INT64, [1], [1])
-        nodes.append(helper.make_node("Constant", [], [one.name], value=one))
-        nodes.append(helper.make_node("Reshape", [f"{name}.scalar", one.name], [f"{name}.float"]))
+        nodes = [
+            helper.make_node("Constant", [], [one.name], value=one),
+            helper.make_node("Reshape", [name, one.name], [f"{name}.float"]),
+        ]
     for node in reversed(nodes):
         graph.node.insert(0, node)
 

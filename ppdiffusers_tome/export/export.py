@@ -5,10 +5,10 @@ import inspect
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import paddle
 import ppdiffusers
@@ -16,6 +16,7 @@ from ppdiffusers import DiffusionPipeline
 
 from .._version import __version__
 from ..attach.attach import attach, detach
+from ..config import ToMeConfig
 from ..families.models import text_tokens, vae_factor
 from ..replacement import replacing
 from ..run.defaults import DEFAULTS
@@ -35,13 +36,17 @@ from ..run.manifest import (
 from ..run.onnx_weights import SharedWeights
 from ..run.paddle_runtime import PaddleRuntime
 from . import programs
+from .comparison import Comparison
 from .conversion import Converter
 from .diffusers_layout import check_loadable, write_layout
 from .exportable import applied_merging, check_pipeline, controlnet_of, is_xl, sizes_for, text_encoders
 from .layouts import DiffusersLayout, Layout, choose_layout
 from .programs import Traceable, count_residuals
 from .request import DenoiserMerging, ExportRequest, list_merging, list_sizes, make_configs
-from .tracing import save
+from .tracing import compare_in_onnx_runtime, convert, on_cpu, save
+
+if TYPE_CHECKING:
+    from .onnx_merging import MergingBlock
 
 RUNTIME_MODEL = ["ppdiffusers", "PaddleInferRuntimeModel"]  # the class that ppdiffusers loads a program with
 
@@ -124,24 +129,21 @@ def write_export(pipe: DiffusionPipeline, request: ExportRequest) -> Manifest:
     check_pipeline(pipe)
     layout = request.layout
     if isinstance(layout, DiffusersLayout):
-        check_loadable(pipe)
+        check_loadable(pipe, layout)
     merging = request.merging or (applied_merging(pipe),)
     sizes = sizes_for(pipe, request.sizes)
     image_to_image = request.image_to_image or READERS[type(pipe).__name__][0] is None
     planned = list_programs(sizes, [one.ratio for one in merging], text_encoders(pipe), image_to_image)
     with replacing(request.folder, request.overwrite) as partial, Converter() as converter:
         export = partial / "export" if isinstance(layout, DiffusersLayout) else partial
-        writer = _Writer(pipe, merging, sizes[0], export, layout, converter)
-        for number, (target, program) in enumerate(planned.items(), 1):
-            if request.progress:
-                print(f"exporting {program.label} ({number} of {len(planned)}) …", file=sys.stderr, flush=True)
-            writer.write(program, target)
+        writer = _Writer(pipe, merging, planned, sizes[0], export, layout, converter, request.progress)
+        written = writer.write()
         copy_parts(pipe, export, image_to_image)
         manifest = Manifest(
             **_describe_pipeline(pipe, merging),
             sizes=sizes,
             image_to_image=image_to_image,
-            programs=tuple(writer.written),
+            programs=written,
             files={} if isinstance(layout, DiffusersLayout) else _list_files(export),
         )
         if isinstance(layout, DiffusersLayout):
@@ -176,46 +178,122 @@ class _Writer:
 
     Args:
         merging: how the UNet's programs merge.
+        planned: all programs, by the folders to write them to in Paddle's format.
         size: image size of the comparison with eager, for programs of any size.
         folder: the folder to write to.
         layout: it has the formats to write. For "diffusers", SDXL's text encoders return the states of all layers.
+        progress: print a line to stderr about each program.
     """
 
     def __init__(
         self,
         pipe: DiffusionPipeline,
         merging: Sequence[DenoiserMerging],
+        planned: Mapping[str, PlannedProgram],
         size: Size,
         folder: Path,
         layout: Layout,
         converter: Converter,
+        progress: bool,
     ) -> None:
-        self.written: list[ProgramFile] = []
-        self._pipe, self._size, self._folder = pipe, size, folder
+        self._pipe, self._size, self._folder, self._progress = pipe, size, folder, progress
         self._merging = {one.ratio: one for one in merging}
+        self._planned = planned
+        self._targets = {program.place: target for target, program in planned.items()}
         self._formats, self._all_states = layout.formats, isinstance(layout, DiffusersLayout)
         self._converter = converter if "onnx" in layout.formats else None
         self._weights: dict[str, SharedWeights] = {}  # of ONNX programs, by model
+        self._written: dict[PlannedProgram, ProgramFile] = {}
+        self._edits: dict[tuple[Size | None, float | None], _Edit] = {}  # by size and ratio
 
-    def write(self, planned: PlannedProgram, target: str) -> None:
-        """Write one program, in Paddle's format to the folder `target`."""
-        file = self._trace(planned, target)
-        if "onnx" in self._formats:
-            file = self._move_onnx(file, f"onnx/{planned.name}.onnx")
-        if "paddle" in self._formats:
+    def write(self) -> tuple[ProgramFile, ...]:
+        """Write all programs."""
+        for number, planned in enumerate(self._planned.values(), 1):
+            self._report(f"exporting {planned.label} ({number} of {len(self._planned)}) …")
+            is_edit = self._is_edit(planned)
+            if not is_edit or "paddle" in self._formats:
+                self._trace(planned)
+            if is_edit:
+                self._trace(replace(planned, ratio=0.0))
+                self._edit(planned)
+        for planned in self._written.keys() - set(self._planned.values()):
+            (self._folder / self._written[planned].onnx_files[0]).unlink()  # plain, and only others were made from it
+        return tuple(self._written[planned] for planned in self._planned.values())
+
+    def _report(self, line: str) -> None:
+        if self._progress:
+            print(line, file=sys.stderr, flush=True)
+
+    def _is_edit(self, planned: PlannedProgram) -> bool:
+        """Whether the ONNX program is made from the plain one: keys are left out, and nothing else merges."""
+        configs = [config for config in self._configs(planned) if config is not None]
+        return "onnx" in self._formats and bool(configs) and not any(one.merges_queries for one in configs)
+
+    def _configs(self, planned: PlannedProgram) -> tuple[ToMeConfig | None, ToMeConfig | None]:
+        """The configs of UNet and ControlNet in a program."""
+        merging = self._merging.get(planned.ratio) if planned.ratio else None
+        return (None, None) if merging is None else (merging.unet, merging.controlnet)
+
+    def _trace(self, planned: PlannedProgram) -> None:
+        """Trace a program, and write it in the formats that are not edits of another, unless it is written."""
+        if planned in self._written:
+            return
+        is_edit = self._is_edit(planned)
+        target = self._targets.get(planned.place, planned.name)
+        traceable, dims = self._traceable(planned), self._dims(planned)
+        if planned.ratio == 0 and isinstance(traceable.layer, programs.Denoiser):
+            self._prepare_edits(planned.size, traceable, dims)
+        has_paddle = "paddle" in self._formats and planned.place in self._targets
+        converter = None if is_edit else self._converter
+        if planned.place not in self._targets and converter is not None:
+            file = convert(traceable, planned, self._folder, target, dims, converter)
+        else:
+            cores = PaddleRuntime().cores()
+            file = save(traceable, planned, self._folder, target, dims, cores, converter, in_paddle=has_paddle)
+        if converter is not None:
+            file = self._move_onnx(file)
+        if has_paddle:
             file = self._share_params(file)
         else:
             shutil.rmtree(self._folder / target, ignore_errors=True)
             file = replace(file, program=None, params=None)
-        self.written.append(file)
+        self._written[planned] = file
 
-    def _trace(self, planned: PlannedProgram, target: str) -> ProgramFile:
+    def _prepare_edits(self, size: Size | None, traceable: Traceable, dims: Mapping[str, int]) -> None:
+        """Run a denoiser in eager mode as each of the programs merges that are edits of its plain one."""
+        for planned in self._planned.values():
+            if planned.size == size and self._is_edit(planned):
+                from .onnx_merging import merging_blocks  # here, because onnx is optional
+
+                _attach(traceable.layer, *self._configs(planned))
+                with on_cpu():
+                    comparison = Comparison(traceable, dims)
+                self._edits[size, planned.ratio] = _Edit(comparison, merging_blocks(traceable.layer))
+        detach(traceable.layer)
+
+    def _edit(self, planned: PlannedProgram) -> None:
+        """Write an ONNX program that merges, from the plain one of its size."""
+        import onnx
+
+        from ..graph.keys import leave_out_keys
+        from .onnx_merging import find_projections
+
+        edit, plain = self._edits[planned.size, planned.ratio], self._written[replace(planned, ratio=0.0)]
+        model = onnx.load(str(self._folder / plain.onnx_files[0]), load_external_data=False)
+        leave_out_keys(model, find_projections(model, edit.blocks))
+        path = self._folder / _onnx_path(planned)
+        self._weights[planned.model].write(model, path)
+        differences = edit.comparison.first_differences
+        parity = compare_in_onnx_runtime(path, planned.label, PaddleRuntime().cores(), lambda run, _: differences(run))
+        self._report("merging in " + ", ".join(block.name for block in edit.blocks))
+        place = _onnx_path(planned)
+        file = self._written.get(planned) or ProgramFile(planned.model, planned.size, planned.ratio, onnx=place)
+        self._written[planned] = replace(file, onnx=place, onnx_parity=parity)
+
+    def _dims(self, planned: PlannedProgram) -> dict[str, int]:
         size, factor = planned.size or self._size, vae_factor(self._pipe)
         dims = {"height": size.height, "width": size.width, "tokens": text_tokens(self._pipe)}
-        dims |= {"latent_height": size.height // factor, "latent_width": size.width // factor}
-        return save(
-            self._traceable(planned), planned, self._folder, target, dims, PaddleRuntime().cores(), self._converter
-        )
+        return dims | {"latent_height": size.height // factor, "latent_width": size.width // factor}
 
     def _traceable(self, planned: PlannedProgram) -> Traceable:
         """The layer to trace for a planned program, with its merging."""
@@ -228,26 +306,48 @@ class _Writer:
             return programs.text_encoder(getattr(pipe, model), is_xl(pipe), self._all_states)
         time_ids = 5 if pipe.config.get("requires_aesthetics_score") else 6  # of SDXL, which then has no target size
         traceable = programs.denoiser(pipe.unet, controlnet_of(pipe), time_ids)
-        merging = self._merging[planned.ratio]
         detach(traceable.layer)  # the wraps of the originals, which were copied too
-        if merging.unet is not None:
-            attach(traceable.layer.unet, merging.unet, None)
-        if merging.controlnet is not None and traceable.layer.controlnet is not None:
-            attach(traceable.layer.controlnet, merging.controlnet, merging.controlnet)
+        _attach(traceable.layer, *self._configs(planned))
         return traceable
 
     def _share_params(self, file: ProgramFile) -> ProgramFile:
         """The program with the weights of an earlier one of its model, if they are equal."""
         own = self._folder / file.paddle_files[1]
-        others = [self._folder / other.paddle_files[1] for other in self.written if other.model == file.model]
+        others = [
+            self._folder / other.params
+            for other in self._written.values()
+            if other.model == file.model and other.params is not None
+        ]
         return replace(file, params=share_weights(own, others).relative_to(self._folder).as_posix())
 
-    def _move_onnx(self, file: ProgramFile, target: str) -> ProgramFile:
+    def _move_onnx(self, file: ProgramFile) -> ProgramFile:
         """Move a program beside the weights of its model."""
         if file.model not in self._weights:
             self._weights[file.model] = SharedWeights(self._folder / f"onnx/{file.model}{ONNX_WEIGHTS}")
-        self._weights[file.model].move(self._folder / file.onnx_files[0], self._folder / target)
-        return replace(file, onnx=target)
+        path = _onnx_path(file)
+        self._weights[file.model].move(self._folder / file.onnx_files[0], self._folder / path)
+        return replace(file, onnx=path)
+
+
+@dataclass(frozen=True)
+class _Edit:
+    """What makes a program that merges of the plain one."""
+
+    comparison: Comparison
+    blocks: "list[MergingBlock]"
+
+
+def _attach(denoiser: Any, unet: ToMeConfig | None, controlnet: ToMeConfig | None) -> None:
+    """Let a `programs.Denoiser` merge by the configs of its models; None: plain, or there is no ControlNet."""
+    if unet is not None:
+        attach(denoiser.unet, unet, None)
+    if controlnet is not None and denoiser.controlnet is not None:
+        attach(denoiser.controlnet, controlnet, controlnet)
+
+
+def _onnx_path(planned: PlannedProgram) -> str:
+    """The place of a program as ONNX in the folder."""
+    return f"onnx/{planned.name}.onnx"
 
 
 def share_weights(params: Path, others: list[Path]) -> Path:

@@ -32,6 +32,12 @@ class Graph:
             node = self.makers.get(node.input[0])
         return node
 
+    def before_casts(self, name: str) -> str:
+        """The value that a value is, or is cast from."""
+        while (node := self.makers.get(name)) is not None and node.op_type in ("Cast", "Identity"):
+            name = node.input[0]
+        return name
+
     def constant(self, name: str) -> np.ndarray | None:
         """The array of a constant; None if the value is not constant, or is stored in another file."""
         node = self.maker(name)

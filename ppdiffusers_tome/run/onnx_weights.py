@@ -38,27 +38,44 @@ class SharedWeights:
         """Write the `.onnx` file `source` as `target`, which refers to the shared weights, and remove `source`."""
         import onnx
 
-        model = onnx.load(str(source))
+        model = onnx.load(str(source), load_external_data=False)
+        for tensor in model.graph.initializer:
+            if places := external_places(tensor):  # one at a time in memory
+                with source.with_name(places["location"]).open("rb") as file:
+                    file.seek(int(places.get("offset", 0)))
+                    tensor.raw_data = file.read(int(places["length"]))
+                tensor.data_location = onnx.TensorProto.DEFAULT
+                del tensor.external_data[:]
+                self._add(tensor)
+        self.write(model, target)
+        source.unlink()
+        Path(f"{source}{EXTERNAL_SUFFIX}").unlink(missing_ok=True)
+
+    def write(self, model: "onnx.ModelProto", target: Path) -> None:
+        """Write a program as the `.onnx` file `target`; its large constants move to the shared weights."""
+        import onnx
+
         graph, nodes = model.graph, []
-        for tensor in graph.initializer:
-            if len(tensor.raw_data) >= SHARED_BYTES:
-                self.place(tensor, tensor.raw_data)
         for node in graph.node:
             is_value = node.op_type == "Constant" and node.attribute[0].name == "value"
             if is_value and len(node.attribute[0].t.raw_data) >= SHARED_BYTES:
                 tensor = node.attribute[0].t
                 tensor.name = node.output[0]
-                self.place(tensor, tensor.raw_data)
                 graph.initializer.append(tensor)
             else:
                 nodes.append(node)
         del graph.node[:]
         graph.node.extend(nodes)
+        for tensor in graph.initializer:
+            self._add(tensor)
         target.parent.mkdir(parents=True, exist_ok=True)
         onnx.save(model, str(target))
         onnx.checker.check_model(str(target))
-        source.unlink()
-        Path(f"{source}{EXTERNAL_SUFFIX}").unlink(missing_ok=True)
+
+    def _add(self, tensor: "onnx.TensorProto") -> None:
+        """Move the data of a tensor to the file if they are large."""
+        if len(tensor.raw_data) >= SHARED_BYTES:
+            self.place(tensor, tensor.raw_data)
 
     def copy_optimized(self, source: Path, target: Path) -> None:
         """Write a program that ONNX Runtime has optimized as `target`, which refers to the shared weights.

@@ -37,8 +37,8 @@ from ppdiffusers_tome import ToMeConfigError, ToMeExportError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.export import diffusers_layout, loading
 from ppdiffusers_tome.export import export as export_module
+from ppdiffusers_tome.export.comparison import relative_difference
 from ppdiffusers_tome.export.layouts import MARK, MODEL_FORMATS, DiffusersLayout
-from ppdiffusers_tome.export.tracing import relative_difference
 from ppdiffusers_tome.inference import Size, export_pipeline
 from ppdiffusers_tome.run.onnx_weights import external_places
 from ppdiffusers_tome.run.runtime import FUSED_TOLERANCE, load_module
@@ -168,10 +168,12 @@ def test_for_onnxruntime_attention_is_fused_and_the_timestep_a_scalar(plain_form
     operators = [node.op_type for node in model(fused_form, "unet").graph.node]
     assert "MultiHeadAttention" in operators and "Softmax" not in operators
     assert "MultiHeadAttention" not in [node.op_type for node in model(plain_form, "unet").graph.node]
-    assert values(model(fused_form, "unet").graph.input)["timestep"] == ("INT64", [])
+    assert values(model(fused_form, "unet").graph.input)["timestep"] == ("FLOAT", [])
     expected = run(plain_form / "unet" / "model.onnx", **unet_inputs(np.array([10])))["out_sample"]
-    output = run(fused_form / "unet" / "model.onnx", **unet_inputs(np.array(10)))["out_sample"]
+    output = run(fused_form / "unet" / "model.onnx", **unet_inputs(np.array(10, "float32")))["out_sample"]
     assert 0 < relative_difference(output, expected) < FUSED_TOLERANCE
+    of_fraction = run(fused_form / "unet" / "model.onnx", **unet_inputs(np.array(10.5, "float32")))["out_sample"]
+    assert (of_fraction != output).any()
 
 
 def test_openvino_reads_the_names_of_inputs_and_outputs(plain_form):

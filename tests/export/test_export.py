@@ -29,9 +29,9 @@ from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.export import export as export_module
 from ppdiffusers_tome.export import loading, programs, tracing
+from ppdiffusers_tome.export.comparison import TOLERANCE, relative_difference
 from ppdiffusers_tome.export.loading import load_eager_pipeline, require_model_folder
 from ppdiffusers_tome.export.request import DenoiserMerging, list_merging, list_sizes
-from ppdiffusers_tome.export.tracing import TOLERANCE, relative_difference
 from ppdiffusers_tome.inference import (
     PaddleRuntime,
     Size,

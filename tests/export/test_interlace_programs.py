@@ -1,7 +1,6 @@
 """Exports of interlace: they keep other tokens in each turn, as eager does, and a block moves them by one gather."""
 
 import numpy as np
-import onnx
 import paddle
 import pytest
 from conftest import tiny_pipeline
@@ -12,14 +11,11 @@ from ppdiffusers_tome.attach import passes
 from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.export import export as export_module
-from ppdiffusers_tome.export import programs, tracing
-from ppdiffusers_tome.export.conversion import Converter
-from ppdiffusers_tome.families.models import find_blocks
-from ppdiffusers_tome.inference import OnnxRuntime, OpenVinoRuntime, PaddleRuntime, ProgramFile, Size, read_manifest
+from ppdiffusers_tome.families.models import vae_factor
+from ppdiffusers_tome.inference import OnnxRuntime, OpenVinoRuntime, PaddleRuntime, export_pipeline, read_manifest
 from ppdiffusers_tome.methods.steps import PLAIN_STEPS
 from ppdiffusers_tome.methods.turns import turn_table
 from ppdiffusers_tome.run.folder import ExportedFolder
-from ppdiffusers_tome.run.manifest import PlannedProgram
 from ppdiffusers_tome.summary import tome_summary
 
 RUNTIMES = {
@@ -42,22 +38,12 @@ def merged_unet(config=CONFIG):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the program of a UNet, in all formats."""
-    folder = tmp_path_factory.mktemp("interlace")
-    dims = {"latent_height": SIDE, "latent_width": SIDE, "tokens": 7}
-    with Converter() as converter:
-        planned = PlannedProgram("unet", size=Size(SIDE, SIDE), ratio=CONFIG.effective_ratio)
-        tracing.save(programs.denoiser(merged_unet(), None), planned, folder, "unet", dims, 1, converter)
+    """An export in both formats: as Paddle's the program is traced, as ONNX it is the plain one with new nodes."""
+    folder = tmp_path_factory.mktemp("interlace") / "export"
+    pipe = tiny_pipeline()
+    size = SIDE * vae_factor(pipe)
+    export_pipeline(pipe, folder, CONFIG.effective_ratio, [(size, size)], format="both", progress=False)
     return folder
-
-
-def load(folder, name, runtime):
-    """A program of the folder in a runtime."""
-    of_paddle = next(path for path in (folder / name).iterdir() if path.suffix in (".json", ".pdmodel"))
-    params, (of_onnx,) = of_paddle.with_suffix(".pdiparams"), (folder / name).glob("*.onnx")
-    paths = {"program": of_paddle, "params": params, "onnx": of_onnx}
-    file = ProgramFile(name, **{key: path.relative_to(folder).as_posix() for key, path in paths.items()})
-    return RUNTIMES[runtime].load(ExportedFolder(folder), file)
 
 
 def inputs_at(timestep):
@@ -71,7 +57,9 @@ def inputs_at(timestep):
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_a_program_equals_eager_in_every_turn(runtime, folder, monkeypatch):
-    program, unet, plain = load(folder, "unet", runtime), merged_unet(), merged_unet().remove_tome()
+    (file,) = read_manifest(folder).programs_of("unet")
+    program = RUNTIMES[runtime].load(ExportedFolder(folder), file)
+    unet, plain = merged_unet(), merged_unet().remove_tome()
     assert len({int(turn_table()[timestep]) for timestep in TIMESTEPS}) == 4
     for timestep in TIMESTEPS:
         inputs = inputs_at(timestep)
@@ -106,23 +94,6 @@ def test_a_block_moves_its_tokens_by_one_gather(exported_folder):
 
 
 MOVES = ("gather", "gather_nd", "index_select", "take_along_axis", "index_sample")
-
-
-def test_an_onnx_program_has_a_gather_of_tokens_and_three_of_a_row_in_each_block(folder):
-    """Those of rows read the turn's indices, these or all, and their count; once in a pass one reads the turn."""
-    (path,) = (folder / "unet").glob("*.onnx")
-    merged = onnx.load(str(path), load_external_data=False).graph
-    constants = {tensor.name for tensor in merged.initializer}
-    constants |= {node.output[0] for node in merged.node if node.op_type == "Constant"}
-    gathers = [node for node in merged.node if node.op_type.startswith("Gather")]
-    of_tables = [node for node in gathers if node.input[0] in constants and node.input[1] not in constants]
-    of_turn = [node for node in of_tables if any(node.output[0] in other.input for other in of_tables)]
-    blocks = len(find_blocks(tiny_pipeline().unet))
-    others = [node for node in gathers if node not in of_tables and node.input[1] not in constants]
-    moving = [
-        node for node in others if any(attribute.name == "axis" and attribute.i == 1 for attribute in node.attribute)
-    ]
-    assert (len(of_turn), len(of_tables), len(others), len(moving)) == (1, 1 + 2 * blocks, 2 * blocks, blocks)
 
 
 @pytest.mark.parametrize(("options", "ratios"), [([], [0.75]), (["--ratio", "0.5", "0"], [0.5, 0])])

@@ -23,7 +23,7 @@ from zoo.parts import ONE_DEPTH, ONE_LEVEL, SDXL, controlnet, image, unet
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeExportError, match_tokens, merge, unmerge
 from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.export import onnx_fixes, programs, tracing
+from ppdiffusers_tome.export import comparison, onnx_fixes, programs, tracing
 from ppdiffusers_tome.export.conversion import Converter
 from ppdiffusers_tome.grid import Grid
 from ppdiffusers_tome.inference import (
@@ -199,12 +199,12 @@ def check(traceable, tmp_path, converter, **dims):
     loaded = [runtime.load(folder, saved) for runtime in RUNTIMES.values()]
     for batch, tokens in ((1, TEXT), (2, TEXT + 4), (3, TEXT)):
         now = {**fixed, "batch": batch, "tokens": tokens}
-        tries = [{one.name: one.random(random, now) for one in traceable.inputs} for _ in range(tracing.TRIES)]
+        tries = [{one.name: one.random(random, now) for one in traceable.inputs} for _ in range(comparison.TRIES)]
         for program in loaded:
             smallest = np.full(batch, np.inf)
             for one in tries:  # each image needs one in which the same pairs merge
                 outputs = ([output.numpy() for output in run(**one)] for run in (program, native))
-                smallest = np.minimum(smallest, tracing.image_differences(*outputs, batch))
+                smallest = np.minimum(smallest, comparison.image_differences(*outputs, batch))
                 if smallest.max() <= FUSED_TOLERANCE:
                     break
             assert smallest.max() <= FUSED_TOLERANCE
@@ -663,8 +663,8 @@ def test_openvino_compiles_for_the_first_shapes_and_once_for_all_others(onnx_fol
     with ThreadPoolExecutor(4) as threads:
         calls = [(batch, threads.submit(first, **{name: latents[batch]})) for batch in (2, 1, 3, 2, 1)]
         for batch, call in calls:
-            outputs = (tracing._arrays(result) for result in (call.result(), other(**{name: latents[batch]})))
-            assert tracing.relative_difference(*outputs) < 1e-4
+            outputs = (comparison.arrays(result) for result in (call.result(), other(**{name: latents[batch]})))
+            assert comparison.relative_difference(*outputs) < 1e-4
     assert len(first._compiled) == 2 and None in first._compiled
 
 

@@ -159,11 +159,11 @@ def traced_once(monkeypatch, tmp_path):
     """A program of the same size and ratio is traced once, and copied into the exports that have it too."""
     traced = {}
 
-    def save(traceable, planned, folder, target, *others):
-        key = planned.place, others[-1] is None  # the converter
+    def save(traceable, planned, folder, target, *others, **options):
+        key = planned.place, others[-1] is None, *options.items()  # others: the converter
         if key not in traced:
             file, copy = (
-                tracing.save(traceable, planned, folder, target, *others),
+                tracing.save(traceable, planned, folder, target, *others, **options),
                 tmp_path / "traced" / str(len(traced)),
             )
             shutil.copytree(folder / target, copy)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ppdiffusers_tome.export.tracing import image_differences, relative_difference
+from ppdiffusers_tome.export.comparison import image_differences, relative_difference
 from ppdiffusers_tome.run.runtime import FUSED_TOLERANCE
 
 from ..arm import BUILT_IN, EAGER, OURS, PLAIN, Arm
