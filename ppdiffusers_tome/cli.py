@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from ._version import __version__
-from .commands import compare_options, export, generate, serve
+from .commands import compare_options, export, generate, merge_onnx, serve
 from .errors import ToMeError
 from .replacement import TERMINATED, exit_on_sigterm
 from .wording import PROGRAM, command_line, nearest
 
 Command: TypeAlias = Callable[[argparse._SubParsersAction], None]  # adds a command to the command line
-COMMANDS: tuple[Command, ...] = (compare_options.add, export.add, generate.add, serve.add)
+COMMANDS: tuple[Command, ...] = (compare_options.add, export.add, generate.add, serve.add, merge_onnx.add)
 EXAMPLE = f"""\
 example:
   {PROGRAM} compare --model examples/scenes_sd --size 256 --ratio 0.3 0.5
@@ -55,6 +55,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     remedy = {
         "generate": f": continue with {command_line(arguments)}",  # what it has generated is on the disk
         "export": ": nothing was written",
+        "merge-onnx": ": nothing was written",
     }.get(options.command, "")
     with exit_on_sigterm():
         return exit_status(lambda: options.run(options, arguments), remedy)

@@ -2,15 +2,15 @@
 
 import inspect
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import paddle
 
 from ..errors import ToMeConfigError
-from ..grid import Grid, count_dst
+from ..grid import Grid, choose_dst, count_dst
 from ..tensors import LARGEST, cast, constants, count_rows, finite_or_zero, full_precision
-from .plan import Choice, MergePlan, Merging
-from .tomesd import PairConstants, pair_constants
+from .plan import Choice, MergePlan, Merging, Turn
 
 _STABLE = {"stable": True} if "stable" in inspect.signature(paddle.argsort).parameters else {}  # from Paddle 3 on
 
@@ -68,6 +68,40 @@ def match_tokens(
         return MergePlan(Choice(constants(np.arange(kept)[None])), kept)
     pairs = constants(pair_constants(grid, sx, sy, random_key))
     return MergePlan(choose_pairs(metric, pairs, kept), grid.tokens)
+
+
+class PairConstants(NamedTuple):
+    """Which positions of a grid are dst and which src, and the index of each in the sequence dst | src.
+
+    Where dst take turns, each has one more axis, of length `TURNS`, before the others. `pair_constants`
+    makes them as NumPy arrays.
+    """
+
+    dst: paddle.Tensor  # [D] int64, ascending
+    src: paddle.Tensor  # [S] int64, ascending
+    inverse_order: paddle.Tensor  # [N] int64: the index of each position in dst | src
+
+    def in_turn(self, turn: Turn) -> "PairConstants":
+        """The constants whose turn it is, the same in all frames of a video."""
+        if self.dst.ndim == 1:
+            return self
+        return PairConstants(*(turn._replace(frames=1).rows(table).reshape([-1]) for table in self))
+
+
+def pair_constants(
+    grid: Grid, sx: int, sy: int, random_key: Sequence[int] | None, turns: int | None = None
+) -> PairConstants:
+    """The positions on a grid, with dst from `choose_dst`, in NumPy.
+
+    Args:
+        grid, sx, sy, random_key: as in `choose_dst`.
+        turns: how many choices to make, whose number continues the key; None: a single one.
+    """
+    keys = [random_key] if turns is None or random_key is None else [(*random_key, turn) for turn in range(turns)]
+    dst = np.stack([choose_dst(grid, sx, sy, key) for key in keys])
+    src = np.stack([np.setdiff1d(np.arange(grid.tokens), one, assume_unique=True) for one in dst])
+    tables = (dst, src, np.argsort(np.concatenate([dst, src], axis=1), axis=1))
+    return PairConstants(*(table[0] if turns is None else table for table in tables))
 
 
 def choose_pairs(

@@ -1,0 +1,203 @@
+"""Merge in the UNet of a model that another tool has exported: read its files, and write them to a new folder."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx.inliner import inline_local_functions
+
+from ..config import ToMeConfig
+from ..errors import ParameterError, ToMeConfigError, ToMeExportError
+from ..replacement import check_replaceable, replacing, restore
+from ..run.onnx_weights import external_places
+from .indices import InterlacedKeys, KeysByTable
+from .keys import BlockKeys, is_merged, leave_out_keys
+from .output_check import Differences, compare_outputs
+from .unet import UNetMerging, plan_merging
+
+PROGRAMS = (
+    Path("unet/model.onnx"),
+    Path("model.onnx"),
+)  # in a folder: as Optimum and the hub have it, or its UNet alone
+LINKED_BYTES = 1 << 20  # larger files, which are weights, are linked where the file system allows it
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The files of a model.
+
+    Args:
+        root: the folder that is copied.
+        program: the `.onnx` file of the UNet, inside it.
+        others: the other files that belong to the model, inside it.
+    """
+
+    root: Path
+    program: Path
+    others: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class MergedModel:
+    """What `merge_model` has written.
+
+    Args:
+        program: the `.onnx` file of the UNet.
+        merging: how it merges.
+        differences: of its outputs from those of the input model; None: they were not compared.
+    """
+
+    program: Path
+    merging: UNetMerging
+    differences: Differences | None
+
+
+def merge_model(
+    model: Path, output: Path, config: ToMeConfig, overwrite: bool = False, check: bool = True
+) -> MergedModel:
+    """Write a folder with a model whose UNet merges, as ONNX; Paddle is not needed.
+
+    Files above 1 MB are linked to those of the model (hard links), or copied where that is not possible; all others
+    are copied. After any error or a kill the folder is what it was: see `replacement.replacing`.
+
+    Args:
+        model: a folder with unet/model.onnx, as Optimum writes it, or with model.onnx, or an `.onnx` file.
+        output: the folder to write; it must be new or empty, unless overwrite.
+        config: how to merge: by a method that leaves out keys. At free sizes only by interlace.
+        overwrite: replace an earlier result in `output`, once the new one is complete.
+        check: run the model, the merged one with all keys, and the merged one in ONNX Runtime on random inputs.
+
+    Raises:
+        ToMeConfigError: an argument is not allowed.
+        ToMeExportError: the model cannot be read or merged, or its outputs are wrong.
+        OSError: files cannot be read or written.
+    """
+    if config.merges_queries:
+        rule = "it merges queries, which only an export from ppdiffusers can. Leave the method out"
+        raise ParameterError("method", config.method, rule)
+    if not config.effective_ratio:
+        raise ParameterError("ratio", config.ratio, "it leaves out nothing: pass one above 0, such as 0.75")
+    files = find_model(model)
+    _check_output(model, output, overwrite)
+    source = files.root / files.program
+    program = read_program(source)
+    merging = plan_merging(program, config)
+    with replacing(output, overwrite) as partial:
+        for path in files.others:
+            _link_or_copy(files.root / path, partial / path)
+        target = partial / files.program
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _write(program, merging.merging, target)
+        differences = _check(source, target, merging) if check else None
+    return MergedModel(output / files.program, merging, differences)
+
+
+def find_model(model: Path) -> ModelFiles:
+    """The files of a model.
+
+    Raises:
+        ToMeConfigError: it is neither a folder with a UNet nor an `.onnx` file.
+    """
+    if model.is_file() and model.suffix == ".onnx":
+        weights = {Path(name) for name in _weight_names(model)}
+        return ModelFiles(model.parent, Path(model.name), tuple(sorted(weights)))
+    program = next((path for path in PROGRAMS if (model / path).is_file()), None)
+    if program is None:
+        listed = " or ".join(map(str, PROGRAMS))
+        raise ToMeConfigError(
+            f"{model} is not a model as ONNX: pass a folder with {listed}, as Optimum writes it and the hub has it, "
+            "or an .onnx file."
+        )
+    others = [path.relative_to(model) for path in sorted(model.rglob("*")) if path.is_file()]
+    is_hidden = {path: any(part.startswith(".") for part in path.parts) for path in others}
+    return ModelFiles(model, program, tuple(path for path in others if path != program and not is_hidden[path]))
+
+
+def read_program(path: Path) -> onnx.ModelProto:
+    """The program of an `.onnx` file; weights in other files stay there.
+
+    Raises:
+        ToMeExportError: it cannot be read, or a file of its weights is missing.
+    """
+    try:
+        program = onnx.load(str(path), load_external_data=False)
+    except Exception as error:  # of protobuf
+        raise ToMeExportError(f"{path} cannot be read as ONNX ({error}): download or export it again.") from error
+    missing = [name for name in _weight_names(path, program) if not (path.parent / name).is_file()]
+    if missing:
+        raise ToMeExportError(
+            f"{path} has its weights in {', '.join(missing[:3])}, which is missing: download it too."
+        )
+    if program.functions:
+        program = inline_local_functions(program)
+    return program
+
+
+def _weight_names(path: Path, program: onnx.ModelProto | None = None) -> list[str]:
+    """The names of the files beside an `.onnx` file that have its weights."""
+    if program is None:
+        program = read_program(path)
+    return sorted({places["location"] for t in program.graph.initializer if (places := external_places(t))})
+
+
+def _check_output(model: Path, output: Path, overwrite: bool) -> None:
+    """Raise unless the folder can be written."""
+    target, source = Path(os.path.realpath(output)), Path(os.path.realpath(model))
+    if target == source or source in target.parents or target in source.parents:
+        raise ParameterError("output", str(output), "it contains the model, or is inside it: pass another folder")
+    restore(output)
+    try:
+        check_replaceable(output, overwrite)
+    except OSError as error:
+        raise ToMeExportError(f"{output} cannot be written ({error.strerror or error}): pass another.") from error
+    if output.exists() and not output.is_dir():
+        raise ToMeExportError(f"{output} is a file: pass a folder to write to.")
+    if output.is_dir() and any(output.iterdir()):
+        is_earlier = any(is_merged(read_program(path)) for path in output.rglob("*.onnx"))
+        if not (overwrite and is_earlier):
+            remedy = "pass --overwrite" if is_earlier else "pass another folder"
+            raise ToMeExportError(f"{output} exists and is not empty: {remedy}.")
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    real = Path(os.path.realpath(source))  # a file of a hub's cache is a link
+    if real.stat().st_size >= LINKED_BYTES:
+        try:
+            os.link(real, target)
+            return
+        except OSError:  # another file system, or one without links
+            pass
+    shutil.copy2(real, target)
+
+
+def _write(program: onnx.ModelProto, blocks: Sequence[BlockKeys], target: Path) -> None:
+    merged = onnx.ModelProto()
+    merged.CopyFrom(program)
+    leave_out_keys(merged, blocks)
+    onnx.save(merged, str(target))
+
+
+def _check(source: Path, target: Path, merging: UNetMerging) -> Differences:
+    """Compare the outputs of the merged program with those of the model; an error if they are wrong."""
+    every = target.with_name(f".all_keys_{target.name}")
+    try:
+        _write(read_program(source), [replace(block, keys=_all(block)) for block in merging.merging], every)
+        return compare_outputs(source, every, target)
+    finally:
+        every.unlink(missing_ok=True)
+
+
+def _all(block: BlockKeys) -> KeysByTable | InterlacedKeys:
+    """All keys of a block, by the same nodes."""
+    keys = block.keys
+    if isinstance(keys, InterlacedKeys):
+        from ..methods.interlace import PARTS
+
+        return replace(keys, parts=PARTS, plain=None)
+    assert isinstance(keys, KeysByTable)
+    return KeysByTable(np.arange(keys.tokens)[None], keys.tokens, None)
