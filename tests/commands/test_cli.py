@@ -129,7 +129,7 @@ def test_sigterm_ends_a_command_as_first_process_of_a_container(command, remedy,
     assert len(images) in (range(1, 5) if command == "generate" else (0,))
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "merge-onnx"])
 def test_an_unknown_option_is_answered_with_the_usage_of_its_command(command, capsys):
     arguments = ["--model", "m", "--output", "o", "--prompts", "p", "--sise", "64"]
     known = {"generate": arguments[:6], "serve": arguments[:2]}
