@@ -4,7 +4,12 @@ Run it in the environment of requirements/optimum.txt, which `make test-optimum`
 
     build/optimum-venv/bin/python benchmarks/loaders.py --plain build/scenes_plain --merged build/scenes_onnx
 
-measures how much faster the merged folder is than the plain one, in turns, in each library that reads the folders.
+measures how much faster an image of the merged folder is than one of the plain one, in turns, in each library that
+reads the folders, and how near it is: 20 steps of DPM-Solver++ with guidance 7.5, or of the folder's own scheduler in
+OpenVINO GenAI, which has no DPM-Solver. The folders of the committed result are of `scenes_sd` at 256 px, at the
+ratios 0 and 0.75: exports with `--layout diffusers --for onnxruntime`, exports with `--layout diffusers --format openvino`,
+and one that Optimum's own exporter has made (`optimum-cli export onnx --task text-to-image`, from what
+`save_pretrained(…, to_diffusers=True)` writes) with what `merge-onnx --ratio 0.75` makes of it.
 `tests/export/test_diffusers_layout_loaders.py` calls `generate` in a process of its own.
 """
 
@@ -23,6 +28,11 @@ from pathlib import Path
 import numpy as np
 
 LOADERS = ("optimum", "optimum-intel", "genai")
+PROMPTS = [
+    "a 3d render of fox on red bricks",
+    "a photo of dog face on grass",
+    "a pixel art of rocket on the night sky",
+]
 PACKAGES = ("optimum-onnx", "onnxruntime", "optimum-intel", "openvino", "openvino-genai", "diffusers", "transformers")
 
 
@@ -119,22 +129,33 @@ def generate(
     return pipe(prompt, num_images_per_prompt=count, output_type="np", **settings).images
 
 
-def measure(plain: Path, merged: Path, loader: str, rounds: int, steps: int) -> dict:
-    """Seconds of one image in turns, plain and merged, in one thread."""
-    width, height = map(int, read_index(merged)["_ppdiffusers_tome"]["size"].split("x"))
+def measure(plain: Path, merged: Path, loader: str, options: argparse.Namespace) -> dict:
+    """Seconds of images in turns, plain and merged, in one thread; and the PSNR of the merged to the plain ones."""
     unet = json.loads((merged / "unet" / "config.json").read_text(encoding="utf-8"))
-    side = np.atleast_1d(unet["sample_size"])
-    shape = (1, unet["in_channels"], int(side[0]), int(side[-1]))
-    noise = np.random.RandomState(0).standard_normal(shape).astype("float32")
+    shape = (1, unet["in_channels"], *2 * [options.latents])
+    size = 2 * (options.size,)
     pipes = {"plain": load(loader, plain), "merged": load(loader, merged)}
+    scheduler = "the folder's own"
+    if loader != "genai":
+        import diffusers
+
+        scheduler = "DPMSolverMultistepScheduler"
+        for pipe in pipes.values():
+            pipe.scheduler = getattr(diffusers, scheduler).from_config(pipe.scheduler.config)
     seconds: dict[str, list[float]] = {name: [] for name in pipes}
-    for turn in range(rounds + 1):  # the first warms up
+    decibels = []
+    for turn, prompt in enumerate([options.prompts[0], *options.prompts]):  # the first warms up
+        noise = np.random.RandomState(turn).standard_normal(shape).astype("float32")
+        images = {}
         for name, pipe in pipes.items():
             start = time.perf_counter()
-            generate(pipe, "a photo", [noise], steps, 5.0, (height, width))
+            images[name] = generate(pipe, prompt, [noise], options.steps, options.guidance_scale, size)
             if turn:
                 seconds[name].append(time.perf_counter() - start)
-    return {"seconds": seconds}
+        if turn:
+            error = np.square(np.asarray(images["merged"], "float64") - images["plain"]).mean()
+            decibels.append(float(-10 * np.log10(error)))
+    return {"seconds": seconds, "psnr": decibels, "scheduler": scheduler}
 
 
 def commit() -> str:
@@ -152,26 +173,30 @@ def machine() -> str:
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--plain", type=Path, nargs="+", required=True, help="folders exported at ratio 0")
-    add("--merged", type=Path, nargs="+", required=True, help="the same at another ratio, in the same order")
-    add("--rounds", type=int, default=5)
-    add("--steps", type=int, default=5)
+    add("--plain", type=Path, nargs="+", required=True, help="folders that do not merge")
+    add("--merged", type=Path, nargs="+", required=True, help="the same models merged, in the same order")
+    add("--steps", type=int, default=20)
+    add("--guidance-scale", type=float, default=7.5)
+    add("--size", type=int, default=256, help="px of both sides (default: %(default)s)")
+    add("--latents", type=int, default=64, help="latent pixels of both sides (default: %(default)s)")
+    add("--prompts", nargs="+", default=PROMPTS, help="an image each (default: %(default)s)")
     add("--output", type=Path, help="JSON file to write")
-    args = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     results = []
-    for plain, merged in zip(args.plain, args.merged, strict=True):
-        about = read_index(merged)["_ppdiffusers_tome"]
+    for plain, merged in zip(options.plain, options.merged, strict=True):
         for loader in readers(merged):
-            result = measure(plain, merged, loader, args.rounds, args.steps)
-            results.append({"folder": merged.name, "loader": loader, **about, **result})
-            medians = (f"{name} {statistics.median(rounds):.2f} s" for name, rounds in result["seconds"].items())
-            print(f"{merged.name} in {loader}: {', '.join(medians)}", flush=True)
-    if args.output is not None:
+            row = {"folder": merged.name, "loader": loader, **measure(plain, merged, loader, options)}
+            results.append(row)
+            medians = (f"{name} {statistics.median(rounds):.2f} s" for name, rounds in row["seconds"].items())
+            nearness = f"{statistics.mean(row['psnr']):.1f} dB, worst {min(row['psnr']):.1f}"
+            print(f"{merged.name} in {loader}: {', '.join(medians)}, {nearness}", flush=True)
+    if options.output is not None:
         versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-        about = {"kind": "loaders", "format": 1, "command": shlex.join(["python", *sys.argv])}
+        about = {"kind": "loaders", "format": 2, "command": shlex.join(["python", *sys.argv])}
         about |= {"commit": commit(), "machine": machine(), "threads": 1}
-        content = {**about, "steps": args.steps, "versions": versions, "results": results}
-        args.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        settings = {"steps": options.steps, "guidance_scale": options.guidance_scale, "prompts": options.prompts}
+        content = {**about, **settings, "versions": versions, "results": results}
+        options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

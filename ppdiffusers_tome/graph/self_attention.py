@@ -19,6 +19,7 @@ QUANTIZED = (
     *("DequantizeLinear", "DynamicQuantizeLinear", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulIntegerToFloat"),
     *("MatMulNBits", "QAttention", "QGemm", "QLinearConv", "QLinearMatMul"),
 )
+OLDEST_OPSET = 13  # of the operators in `nodes` and `indices`
 PRODUCTS = ("Einsum", "MatMul")
 CONSTANT = ("Cast", "Identity", "Transpose")  # of a weight, which it stays
 # Operators between a projection and attention, by which input they pass tokens on; None: the one that is not constant.
@@ -46,7 +47,13 @@ class SelfAttention:
 
 
 def check_operators(model: onnx.ModelProto) -> None:
-    """Raise ToMeExportError if a program was optimized or quantized."""
+    """Raise ToMeExportError if a program was optimized or quantized, or is too old for the new nodes."""
+    opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
+    if opset < OLDEST_OPSET:
+        raise ToMeExportError(
+            f"the model has opset {opset}, and the new nodes need {OLDEST_OPSET}: export it again with a newer opset, "
+            "or convert it by onnx.version_converter."
+        )
     for node in model.graph.node:
         if node.domain == MICROSOFT and node.op_type in FUSED:
             raise ToMeExportError(

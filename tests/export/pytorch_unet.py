@@ -1,7 +1,7 @@
 """Export a UNet by PyTorch, merge it by `merge-onnx`, and run both: run by `test_merge_onnx_pytorch.py`.
 
-pytorch_unet.py UNET JOB OUTPUT runs in the environment of `make test-optimum`, which has no Paddle. UNET is a folder of
-diffusers, JOB a JSON file (see `main`), OUTPUT a folder, which gets the models and `outputs.npz`.
+pytorch_unet.py UNET JOB OUTPUT runs in the environment of `make test-optimum`, which has no Paddle. UNET is a folder
+of diffusers, JOB a JSON file (see `main`), OUTPUT a folder, which gets the models and `outputs.npz`.
 """
 
 import json
@@ -31,9 +31,7 @@ class Sample(torch.nn.Module):
 
     def forward(self, sample, timestep, encoder_hidden_states, *added):
         named = dict(zip(self.added, added, strict=True)) or None
-        return self.unet(
-            sample, timestep, encoder_hidden_states, added_cond_kwargs=named, return_dict=False
-        )[0]
+        return self.unet(sample, timestep, encoder_hidden_states, added_cond_kwargs=named, return_dict=False)[0]
 
 
 def export(unet, path, *, exporter, latents, is_free, added):
@@ -53,7 +51,9 @@ def export(unet, path, *, exporter, latents, is_free, added):
         dynamic = (*shapes[:3], *([tuple(shapes[3:])] if added else []))
         torch.onnx.export(module, tuple(inputs), str(path), dynamo=True, dynamic_shapes=dynamic, **options)
     else:
-        torch.onnx.export(module, tuple(inputs), str(path), dynamo=False, dynamic_axes=axes, opset_version=17, **options)
+        torch.onnx.export(
+            module, tuple(inputs), str(path), dynamo=False, dynamic_axes=axes, opset_version=17, **options
+        )
 
 
 def run_in_onnxruntime(path, inputs):
@@ -69,8 +69,11 @@ RUNTIMES = {"onnxruntime": run_in_onnxruntime, "openvino": run_in_openvino}
 
 
 def main(unet: str, job: str, output: str) -> None:
-    """JOB has `models` (name → `exporter`, `latents`, `free`, `dtype`, `processor`), `options` of merge-onnx, `calls` (lists
-    of height, width and timestep) and `added` (name → size of SDXL's further inputs)."""
+    """Export, merge and run the models of a job.
+
+    A job has `models` (name → `exporter`, `latents`, `free`, `dtype`, `processor`, `int8`), `options` of merge-onnx,
+    `calls` (lists of height, width and timestep) and `added` (name → size of SDXL's further inputs).
+    """
     warnings.simplefilter("ignore")
     content, outputs = json.loads(Path(job).read_text()), {}
     for name, model in content["models"].items():
@@ -88,7 +91,16 @@ def main(unet: str, job: str, output: str) -> None:
             added=content["added"],
         )
         merged = Path(output, f"{name}_merged")
-        command = [sys.executable, "-m", "ppdiffusers_tome", "merge-onnx", "--model", str(folder), "--output", str(merged)]
+        command = [
+            sys.executable,
+            "-m",
+            "ppdiffusers_tome",
+            "merge-onnx",
+            "--model",
+            str(folder),
+            "--output",
+            str(merged),
+        ]
         subprocess.run([*command, *content["options"]], check=True, cwd=ROOT)
         if model.get("int8"):
             from onnxruntime.quantization import quantize_dynamic

@@ -395,6 +395,10 @@ def drop_softmax(model):
             del node.attribute[:]
 
 
+def lower_opset(model):
+    model.opset_import[0].version = 12
+
+
 def quantize(model):
     change_operator(model, "LayerNormalization", "DequantizeLinear")
 
@@ -420,6 +424,7 @@ def join_projections(model):
     ("change", "message"),
     [
         (rename_timestep, "no input 'timestep'"),
+        (lower_opset, "opset 12, and the new nodes need 13"),
         (drop_softmax, "no self-attention"),
         (quantize, r"quantized \(DequantizeLinear.*quantize it afterwards"),
         (fuse_attention, r"operator MultiHeadAttention.*optimize it afterwards"),

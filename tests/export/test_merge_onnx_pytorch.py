@@ -1,4 +1,4 @@
-"""`merge-onnx` on UNets that PyTorch has exported equals our own export of the same weights: run by `make test-optimum`.
+"""`merge-onnx` on UNets that PyTorch has exported equals merging in ppdiffusers: run by `make test-optimum`.
 
 PyTorch is in an environment of its own, whose interpreter is OPTIMUM_PYTHON; without it these tests are skipped.
 """
@@ -74,7 +74,9 @@ def eager(family, height, width, timestep):
     random = np.random.RandomState(timestep)
     shapes = {"sample": (2, 4, height, width), "encoder_hidden_states": (2, 7, layer.config.cross_attention_dim)}
     shapes |= {name: (2, size) for name, size in (ADDED if family == "sdxl" else {}).items()}
-    inputs = {name: paddle.to_tensor(random.standard_normal(shape).astype("float32")) for name, shape in shapes.items()}
+    inputs = {
+        name: paddle.to_tensor(random.standard_normal(shape).astype("float32")) for name, shape in shapes.items()
+    }
     added = {name: inputs.pop(name) for name in ADDED if name in inputs} or None
     with paddle.no_grad():
         return layer(**inputs, timestep=timestep, added_cond_kwargs=added, return_dict=False)[0].numpy()

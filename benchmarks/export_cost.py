@@ -1,0 +1,115 @@
+"""Time and memory of exports: how much a further ratio costs.
+
+    python benchmarks/export_cost.py measure before --source ../earlier
+    python benchmarks/export_cost.py measure after
+    python benchmarks/export_cost.py report
+
+`measure` runs `python -m ppdiffusers_tome export` of a checkout for each of `EXPORTS`, one after another, and adds the
+figures to the result. Memory is the PSS of the command and its processes, every fifth of a second; its largest value
+counts. Stable Diffusion 1.5 has random weights, and is written to build/ first (4 GB). `report` prints the table.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from lab.markdown import table
+from lab.result_files import make_result, read_json
+
+from ppdiffusers_tome.comparison.results import write_result
+
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "export_cost.json"
+SD15 = ROOT / "build" / "sd15_random"
+EXPORTS = {  # by what stands in the table
+    "`scenes_sd`, one ratio": ["--model", "examples/scenes_sd", "--ratio", "0.75"],
+    "`scenes_sd`, three ratios": ["--model", "examples/scenes_sd", "--ratio", "0.75", "0.5", "0"],
+    "`scenes_sd`, four ratios": ["--model", "examples/scenes_sd", "--ratio", "0.75", "0.5", "0.875", "0"],
+    "Stable Diffusion 1.5 at 512 px, two ratios": ["--model", str(SD15), "--size", "512", "--ratio", "0.75", "0"],
+}
+
+
+def build_sd15(folder: Path) -> None:
+    """Write Stable Diffusion 1.5 with random weights; one component is in memory at a time."""
+    import ppdiffusers
+    from sd15_rehearsal import components
+
+    index: dict[str, Any] = {"_class_name": "StableDiffusionPipeline", "_ppdiffusers_version": ppdiffusers.__version__}
+    index |= {name: [None, None] for name in ("image_encoder", "safety_checker")} | {"requires_safety_checker": False}
+    for name, library, make in components():
+        if name != "safety_checker":
+            component = make()
+            index[name] = [library, type(component).__name__]
+            component.save_pretrained(str(folder / name))
+            del component
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def measure(arguments: list[str], source: Path) -> dict[str, float]:
+    """Seconds and peak bytes of an export by the code of a checkout; an error if it fails."""
+    with tempfile.TemporaryDirectory(dir=ROOT / "build") as scratch:
+        command = [sys.executable, "-m", "ppdiffusers_tome", "export", *arguments, "--output", f"{scratch}/export"]
+        start, peak = time.perf_counter(), 0
+        process = psutil.Popen(command, cwd=source, env={**os.environ, "PYTHONPATH": str(source)})
+        while process.poll() is None:
+            peak = max(peak, proportional_bytes(process))
+            time.sleep(0.2)
+        seconds = time.perf_counter() - start
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return {"seconds": seconds, "peak_bytes": peak}
+
+
+def proportional_bytes(process: psutil.Process) -> int:
+    """The PSS of a process and its children: what several of them share counts once."""
+    total = 0
+    for one in (process, *process.children(recursive=True)):
+        try:
+            total += one.memory_full_info().pss
+        except psutil.Error:  # it has ended
+            continue
+    return total
+
+
+def report(result: dict[str, Any]) -> str:
+    """The table of a result."""
+    rows = []
+    for name, by_code in result["exports"].items():
+        cells = [f"{by_code[code]['seconds'] / 60:.1f}" for code in ("before", "after")]
+        cells += [f"{by_code[code]['peak_bytes'] / 1e9:.1f}" for code in ("before", "after")]
+        rows.append([name, *cells])
+    return table(["export", "minutes before", "after", "GB before", "after"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    modes = parser.add_subparsers(dest="mode", required=True)
+    one = modes.add_parser("measure")
+    one.add_argument("code", choices=["before", "after"])
+    one.add_argument("--source", type=Path, default=ROOT, help="the checkout (default: this one)")
+    one.add_argument("--only", nargs="+", choices=EXPORTS, default=[*EXPORTS], help="default: all")
+    modes.add_parser("report")
+    options = parser.parse_args()
+    earlier = read_json(RESULT) if RESULT.is_file() else {"exports": {}}
+    if options.mode == "report":
+        return print(report(earlier))
+    if not SD15.is_dir():
+        build_sd15(SD15)
+    source = options.source.resolve()
+    exports: dict[str, Any] = {name: dict(earlier["exports"].get(name, {})) for name in EXPORTS}
+    for name in options.only:
+        commit = subprocess.check_output(["git", "-C", str(source), "rev-parse", "HEAD"], text=True).strip()
+        exports[name][options.code] = {**measure(EXPORTS[name], source), "commit": commit}
+        print(name, exports[name][options.code], flush=True)
+        write_result(RESULT, make_result("export_cost", "python benchmarks/export_cost.py measure", exports=exports))
+
+
+if __name__ == "__main__":
+    main()
