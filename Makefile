@@ -94,8 +94,8 @@ test-all: ## run the tests of a release: both stacks, and a newer ppdiffusers in
 test-ray: $(VENV)/.installed-ray ## run the tests that start Ray: a few minutes
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -m ray -n 0 tests/serving/test_ray.py $(ARGS)
 
-test-optimum: $(VENV)/.installed-test build/optimum-venv/.complete ## load exports with --layout diffusers in Optimum and OpenVINO GenAI, in build/optimum-venv/ (2 GB): ten minutes
-	OPTIMUM_PYTHON=$(abspath build/optimum-venv/bin/python) OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 0 tests/export/test_diffusers_layout_loaders.py $(ARGS)
+test-optimum: $(VENV)/.installed-test build/optimum-venv/.complete ## load exports with --layout diffusers in Optimum and OpenVINO GenAI, and merge UNets that PyTorch exports, in build/optimum-venv/ (2 GB): fifteen minutes
+	OPTIMUM_PYTHON=$(abspath build/optimum-venv/bin/python) OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 0 tests/export/test_diffusers_layout_loaders.py tests/export/test_merge_onnx_pytorch.py $(ARGS)
 
 build/optimum-venv/.complete: requirements/optimum.txt
 	$(PYTHON) -m venv --clear build/optimum-venv

@@ -369,12 +369,31 @@ def rehearsal() -> list[str]:
     return [f"{plain['step_seconds']:.0f} s", *spent]
 
 
-def loader_gain(loader: str) -> list[str]:
-    """The gain of an image of `scenes_sd` by default in a library that loads exports."""
-    if not (RESULTS / "loaders.json").exists():
-        return [NOT_MEASURED]
-    (row,) = [row for row in read("loaders")["results"] if row["loader"] == loader]
-    return [str(gain(row["seconds"]["plain"], row["seconds"]["merged"]))]
+def loader(name: str, folder: str = "export") -> list[str]:
+    """Of images of `scenes_sd` by default in a library: their gain, and their mean PSNR with the worst.
+
+    Args:
+        name: of the library.
+        folder: "export", or "optimum_merged" for what merge-onnx has made of an export by Optimum.
+    """
+    rows = [row for row in read("loaders")["results"] if row["loader"] == name]
+    (row,) = [row for row in rows if (row["folder"] == folder) == (folder != "export")]
+    decibels = row["psnr"]
+    gained = str(gain(row["seconds"]["plain"], row["seconds"]["merged"]))
+    return [gained, f"{statistics.mean(decibels):.1f} ({min(decibels):.0f})"]
+
+
+def export_cost(*words: str) -> list[str]:
+    """Minutes and gigabytes of an export whose name begins with these words, before release 3.1 and now."""
+    (row,) = [
+        row
+        for name, row in read("export_cost")["exports"].items()
+        if name.replace("`", "").startswith(" ".join(words))
+    ]
+    return [
+        *(f"{row[code]['seconds'] / 60:.1f}" for code in ("before", "after")),
+        *(f"{row[code]['peak_bytes'] / 1e9:.1f}" for code in ("before", "after")),
+    ]
 
 
 def arm_of(images: str, name: str) -> dict[str, Any]:
@@ -402,7 +421,8 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
     "predicted_on_gpu": predicted_on_gpu,
     "on_cpu": on_cpu,
     "gpu_row": gpu_row,
-    "loader_gain": loader_gain,
+    "loader": loader,
+    "export_cost": export_cost,
     "gpu_gain": gpu_gain,
     "cpu_gain": cpu_gain,
     "scenes_gain": scenes_gain,

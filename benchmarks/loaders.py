@@ -7,9 +7,9 @@ Run it in the environment of requirements/optimum.txt, which `make test-optimum`
 measures how much faster an image of the merged folder is than one of the plain one, in turns, in each library that
 reads the folders, and how near it is: 20 steps of DPM-Solver++ with guidance 7.5, or of the folder's own scheduler in
 OpenVINO GenAI, which has no DPM-Solver. The folders of the committed result are of `scenes_sd` at 256 px, at the
-ratios 0 and 0.75: exports with `--layout diffusers --for onnxruntime`, exports with `--layout diffusers --format openvino`,
-and one that Optimum's own exporter has made (`optimum-cli export onnx --task text-to-image`, from what
-`save_pretrained(…, to_diffusers=True)` writes) with what `merge-onnx --ratio 0.75` makes of it.
+ratios 0 and 0.75: two exports with `--layout diffusers --for onnxruntime`, two with `--layout diffusers --format
+openvino`, and what Optimum's exporter makes (`optimum-cli export onnx --task text-to-image`) of the folder that
+`save_pretrained(…, to_diffusers=True)` writes, with what `merge-onnx --ratio 0.75` makes of that.
 `tests/export/test_diffusers_layout_loaders.py` calls `generate` in a process of its own.
 """
 
@@ -29,9 +29,9 @@ import numpy as np
 
 LOADERS = ("optimum", "optimum-intel", "genai")
 PROMPTS = [
-    "a 3d render of fox on red bricks",
-    "a photo of dog face on grass",
-    "a pixel art of rocket on the night sky",
+    "a 3d render of sunflower on green bubbles",
+    "a flat drawing of penguin on black leaves",
+    "a flat drawing of giraffe on purple leaves",
 ]
 PACKAGES = ("optimum-onnx", "onnxruntime", "optimum-intel", "openvino", "openvino-genai", "diffusers", "transformers")
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import onnx
 
@@ -72,7 +71,7 @@ def leave_out_keys(model: onnx.ModelProto, blocks: Sequence[BlockKeys]) -> None:
                 indices[block.name] = block.keys.indices(nodes, timestep, block.name)
             place = (block.name, node.input[0])
             if place not in kept:
-                name = f"{block.name}.tokens{sum(one == block.name for one, _ in kept) or ''}"
+                name = f"{block.name}.kept.{node.input[0]}"
                 kept[place] = nodes("Gather", [node.input[0], indices[block.name]], name, axis=TOKENS)
             node.input[0] = kept[place]
         elif id(node) in reshapes:
@@ -133,15 +132,8 @@ def _with_count(graph: Graph, nodes: Nodes, node: onnx.NodeProto, axis: int, ind
         part = parts[axis]
         if sizes == {1} and part is not None and part[0] in (0, -1):
             return node.input[1]
-    name = f"shape_of.{node.output[0]}"
-    count = nodes("Shape", [indices], f"{name}.count")
-    bounds: list[Any] = [(0, axis), (axis + 1, 2**31 - 1)]
-    first, rest = (
-        nodes(
-            "Slice",
-            [node.input[1], nodes.constant(f"at{start}", [start]), nodes.constant(f"at{end}", [end])],
-            f"{name}.from{start}",
-        )
-        for start, end in bounds
-    )
-    return nodes("Concat", [first, count, rest], name, axis=0)
+    name, constant = f"shape_of.{node.output[0]}", nodes.constant
+    place, after = constant(f"at{axis}", [axis]), constant(f"at{axis + 1}", [axis + 1])
+    first = nodes("Slice", [node.input[1], constant("zero", [0]), place], f"{name}.first")
+    rest = nodes("Slice", [node.input[1], after, constant("end", [2**31 - 1])], f"{name}.rest")
+    return nodes("Concat", [first, nodes("Shape", [indices], f"{name}.count"), rest], name, axis=0)

@@ -216,3 +216,21 @@ def test_example_of_int8(tiny_sdxl, mode, tmp_path):
     run_there(PYTHON, ROOT / "examples" / "with_int8.py", tiny_sdxl.folder("openvino"), mode, PROMPT, output)
     image = Image.open(output)
     assert image.size == tiny_sdxl.size[::-1] and np.ptp(np.asarray(image)) > 0
+
+
+@pytest.mark.parametrize("loader", ["optimum", "optimum-intel"])
+def test_images_of_a_folder_that_merge_onnx_has_merged(scenes, loader, tmp_path, monkeypatch):
+    """The plain folder, merged there, without Paddle, has the images of our own export at this ratio."""
+    name = "merged_there"
+    if not (scenes.root / name).exists():
+        command = [PYTHON, "-m", "ppdiffusers_tome", "merge-onnx", "--ratio", 0.5]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(ROOT)  # where that environment finds the package
+            run_there(*command, "--model", scenes.folder("plain"), "--output", scenes.root / name)
+    noise, settings = scenes.noise(1, 2), {"steps": 4, "guidance_scale": 3.0}
+    images = generate_there(scenes, name, loader, scenes.class_name, tmp_path, noise, settings)
+    expected = generate_here(scenes, None, 0.5, noise, settings, monkeypatch)
+    value = decibels(images, expected, loader)
+    assert value > LIMITS[loader]
+    plain = generate_here(scenes, None, 0, noise, settings, monkeypatch)
+    assert decibels(images, plain, loader) < value - NEARER
