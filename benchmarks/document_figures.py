@@ -369,15 +369,16 @@ def rehearsal() -> list[str]:
     return [f"{plain['step_seconds']:.0f} s", *spent]
 
 
-def loader(name: str, folder: str = "export") -> list[str]:
+def loader(name: str, made_by: str = "export") -> list[str]:
     """Of images of `scenes_sd` by default in a library: their gain, and their mean PSNR with the worst.
 
     Args:
         name: of the library.
-        folder: "export", or "optimum_merged" for what merge-onnx has made of an export by Optimum.
+        made_by: "export", or "merge-onnx" of an export by Optimum.
     """
+    of_optimum = "optimum_merged"
     rows = [row for row in read("loaders")["results"] if row["loader"] == name]
-    (row,) = [row for row in rows if (row["folder"] == folder) == (folder != "export")]
+    (row,) = [row for row in rows if (row["folder"] == of_optimum) == (made_by == "merge-onnx")]
     decibels = row["psnr"]
     gained = str(gain(row["seconds"]["plain"], row["seconds"]["merged"]))
     return [gained, f"{statistics.mean(decibels):.1f} ({min(decibels):.0f})"]

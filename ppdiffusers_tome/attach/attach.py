@@ -142,8 +142,9 @@ def _apply(denoiser: nn.Layer, config: ToMeConfig, placed: list[tuple[MergeableB
     Wraps that are there stay, because passes may be running.
     """
     attachment = _attachment_of(denoiser) or Attachment()
+    first = min(block.index for block, _ in placed)
     for block, placement in placed:
-        _install(block, placement, attachment)
+        _install(block, placement, attachment, is_first=block.index == first)
     before, attachment.applied = attachment.applied, Applied(config, {block.index: one for block, one in placed})
     if before is not None and before.config != config:
         for layer in denoiser.sublayers(include_self=True):
@@ -151,10 +152,11 @@ def _apply(denoiser: nn.Layer, config: ToMeConfig, placed: list[tuple[MergeableB
                 wrap.forget_constants()
 
 
-def _install(block: MergeableBlock, placement: Placement, attachment: Attachment) -> None:
+def _install(block: MergeableBlock, placement: Placement, attachment: Attachment, is_first: bool) -> None:
     if block.timestep_layer is not None:
         ensure(block.timestep_layer, TimestepWrap(attachment, block.family))
-    transformer = ensure(block.transformer, TransformerWrap(attachment)) if block.is_in_unet else None
+    of_unet = TransformerWrap(attachment, is_first and block.timestep_layer is None)
+    transformer = ensure(block.transformer, of_unet) if block.is_in_unet else None
     grid = ensure(block.grid_layer, GridWrap(attachment, block, transformer))
     ensure(block.block, BlockWrap(attachment, block, grid))
     if placement.share == 1:

@@ -1,8 +1,10 @@
 """What a forward pass computes: the settings that it has from begin to end, its token grids, and the plans of blocks.
 
 A pass begins when one of the layers that come first in a model runs again. It takes a snapshot of what merges, so
-that settings which change meanwhile affect the next pass only. The wrap of a block makes the plan, for as long as the
-block runs; wraps of the layers inside the block move tokens by this plan. What a pass computes is stored per thread.
+that settings which change meanwhile affect the next pass only. So does the first `apply_tome`: where a later layer is
+the first that runs with a wrap, its pass began without merging, and stays plain. The wrap of a block makes the plan,
+for as long as the block runs; wraps of the layers inside the block move tokens by this plan. What a pass computes is
+stored per thread.
 """
 
 import inspect
@@ -104,10 +106,11 @@ class Pass:
     Args:
         applied: what merges; None if nothing does any more.
         before: the pass before it in this thread. Its grids hold for transformers that do not show theirs.
+        is_joined: whether it began before there were wraps, so that layers which come first have not been seen.
     """
 
-    def __init__(self, applied: Applied | None, before: "Pass | None") -> None:
-        self.applied = applied
+    def __init__(self, applied: Applied | None, before: "Pass | None", is_joined: bool = False) -> None:
+        self.applied, self.is_joined = applied, is_joined
         self.timestep: TimestepOfPass | None = None  # None: it is not read
         self.grids: dict[GridWrap, Grid] = {} if before is None else dict(before.grids)
         self.seen: set[PassWrap] = set()  # the wraps that have run
@@ -140,6 +143,10 @@ class Attachment:
     def begin(self) -> Pass:
         """Begin a pass in this thread."""
         return self.continue_with(Pass(self.applied, self.current))
+
+    def join(self) -> Pass:
+        """The pass of this thread, which began before there were wraps, and in which nothing merges."""
+        return self.continue_with(Pass(None, None, is_joined=True))
 
 
 class Records:
@@ -181,6 +188,7 @@ class PassWrap(Wrap):
     """
 
     is_recomputed = False  # whether gradient checkpointing may run the layer again without what came before it
+    is_first = False  # whether the layer is one of those that come first in a model
 
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
@@ -189,26 +197,28 @@ class PassWrap(Wrap):
     def is_like(self, other: "PassWrap") -> bool:
         return self.attachment is other.attachment
 
-    def begins(self, before: Pass | None) -> bool:
-        """Whether a pass begins when the layer runs first in a thread, or again after a pass in which it ran."""
+    def begins(self, before: Pass) -> bool:
+        """Whether a pass begins when the layer runs again after a pass in which it ran."""
         return False
 
-    def enter(self, layer: nn.Layer, x: paddle.Tensor) -> Pass | None:
-        """The pass to which a call with the input x belongs; None if none has begun in this thread."""
+    def enter(self, layer: nn.Layer, x: paddle.Tensor) -> Pass:
+        """The pass to which a call with the input x belongs."""
         attachment, current = self.attachment, self.attachment.current
         keeps_records = self.is_recomputed and paddle.in_dynamic_mode()
-        if current is None:
-            current = attachment.begin() if self.begins(current) else None
-        elif self in current.seen:
-            known = self.records.find(x) if keeps_records else None
-            if known is not None:
-                current = attachment.continue_with(known)
-            elif self.begins(current):
+        is_again = current is not None and self in current.seen
+        known = self.records.find(x) if keeps_records and (current is None or is_again) else None
+        if known is not None:
+            current = attachment.continue_with(known)
+        elif current is None or current.is_joined:
+            if self.is_first:
                 current = attachment.begin()
-        if current is not None:
-            current.seen.add(self)
-            if keeps_records and layer.training:
-                self.records.add(x, current)
+            elif current is None:
+                current = attachment.join()
+        elif is_again and self.begins(current):
+            current = attachment.begin()
+        current.seen.add(self)
+        if keeps_records and layer.training:
+            self.records.add(x, current)
         return current
 
 
@@ -225,23 +235,34 @@ class TimestepWrap(PassWrap):
         self._family = family
         self._tables = Cache()
 
-    def begins(self, before: Pass | None) -> bool:
+    is_first = True
+
+    def begins(self, before: Pass) -> bool:
         return True
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         timestep = _first(args, kwargs)
         one = self.enter(layer, timestep)
-        if one is not None and one.applied is not None and one.applied.config.takes_turns:
+        if one.applied is not None and one.applied.config.takes_turns:
             one.timestep = read_timestep(timestep, one.applied.config, self._family, self._tables)
         return self.forward(layer, *args, **kwargs)
 
 
 class TransformerWrap(PassWrap):
-    """Wrap of a transformer inside a UNet, which gradient checkpointing may run again as a whole."""
+    """Wrap of a transformer inside a UNet, which gradient checkpointing may run again as a whole.
+
+    Args:
+        attachment: of the denoiser.
+        is_first: whether no layer before it has a wrap.
+    """
 
     is_recomputed = True
 
-    def begins(self, before: Pass | None) -> bool:
+    def __init__(self, attachment: Attachment, is_first: bool) -> None:
+        super().__init__(attachment)
+        self.is_first = is_first
+
+    def begins(self, before: Pass) -> bool:
         return True
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
@@ -262,15 +283,16 @@ class GridWrap(PassWrap):
         super().__init__(attachment)
         self._family: Family = block.family
         self._transformer = transformer
+        self.is_first = transformer is None or transformer.is_first
 
-    def begins(self, before: Pass | None) -> bool:
+    def begins(self, before: Pass) -> bool:
         """Unless the wrap of the transformer has begun the pass, which a cache in its place leaves out."""
-        return before is None or self._transformer not in before.seen
+        return self._transformer not in before.seen
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         x = _first(args, kwargs)
         one = self.enter(layer, x)
-        if one is not None and one.applied is not None and one.applied.merges:
+        if one.applied is not None and one.applied.merges:
             one.grids[self] = token_grid(self._family, layer, x, one.grids.get(self))
         return self.forward(layer, *args, **kwargs)
 
@@ -298,7 +320,8 @@ def read_timestep(timestep: paddle.Tensor, config: ToMeConfig, family: Family, t
         if config.has_plain_steps:
             is_plain = plain_steps_of(family.is_flow).include(first_number(timestep))
             is_plain = bool(is_plain) if is_eager else is_plain
-        return TimestepOfPass(turn_at(timestep, table), timestep.shape[0] if timestep.ndim else 1, is_plain)
+        turn = turn_at(timestep, table, family.is_flow)
+        return TimestepOfPass(turn, timestep.shape[0] if timestep.ndim else 1, is_plain)
 
 
 @paddle.jit.not_to_static  # not to be computed in the program
@@ -310,13 +333,19 @@ def _turns() -> paddle.Tensor:  # [LAST_TIMESTEP + 1] int64
 # Blocks
 
 
-class _Block(PerThread):
-    layer: nn.Layer | None = None  # the block that runs in this thread
-    placement: Placement | None = None  # what merges in it
-    plan: MergePlan | None = None  # None if nothing merges
+class _Running(NamedTuple):
+    """A block that runs."""
+
+    layer: nn.Layer
+    placement: Placement | None  # what merges in it
+    plan: MergePlan | None  # None if nothing merges
 
 
-_running = _Block()
+class _InThread(PerThread):
+    block: _Running | None = None  # the innermost one
+
+
+_in_thread = _InThread()
 
 
 class BlockWrap(PassWrap):
@@ -354,25 +383,24 @@ class BlockWrap(PassWrap):
             raise ToMePassError(f"{type(layer).__name__} got no {name}: {_THROUGH_ITS_MODEL}.")
         tokens, others = (args[0], args[1:]) if args else (kwargs[name], ())
         one = self.enter(layer, tokens)
-        applied = self.attachment.applied if one is None else one.applied
-        placement = None if applied is None else applied.placements.get(self.index)
+        placement = None if one.applied is None else one.applied.placements.get(self.index)
         plan = None
         if placement is not None and placement.share < 1:
             if placement.config.merge_mlp and is_chunked(layer, self._facts):
                 raise ToMeConfigError(CHUNKED_FEED_FORWARD)
             named = {key: value for key, value in kwargs.items() if key != name}
             plan = self._plan(placement, one, tokens, self._timestep(layer, placement, one, others, named))
-        _running.layer, _running.placement, _running.plan = layer, placement, plan
+        outer, _in_thread.block = _in_thread.block, _Running(layer, placement, plan)
         try:
             return self.forward(layer, *args, **kwargs)
         finally:
-            _running.layer, _running.placement, _running.plan = None, None, None
+            _in_thread.block = outer
 
     def _timestep(
-        self, layer: nn.Layer, placement: Placement, one: Pass | None, args: tuple, kwargs: dict[str, Any]
+        self, layer: nn.Layer, placement: Placement, one: Pass, args: tuple, kwargs: dict[str, Any]
     ) -> TimestepOfPass | None:
         """The timestep of a pass; None if it is not read."""
-        if one is not None and one.timestep is not None:
+        if one.timestep is not None:
             return one.timestep
         name = self._facts.timestep
         if name is None or not (placement.takes_turns and gets_timestep(layer, self._facts)):
@@ -384,19 +412,18 @@ class BlockWrap(PassWrap):
         read = read_timestep(timestep, placement.config, self._family, self._tables)
         # Blocks that get the timestep are those of images. One timestep may be that of both halves of guidance.
         read = read._replace(batch=-1)
-        if one is not None:
-            one.timestep = read  # for the blocks after this one
+        one.timestep = read  # for the blocks after this one
         return read
 
     def _plan(
         self,
         placement: Placement,
-        one: Pass | None,
+        one: Pass,
         tokens: paddle.Tensor,  # [B, N, C], of frames in one sequence [B, F·N, C], perhaps with text
         timestep: TimestepOfPass | None,
     ) -> MergePlan | None:
         """The plan of a call of the block; None if nothing merges on its grid."""
-        grid = None if one is None else one.grids.get(self._grid)
+        grid = one.grids.get(self._grid)
         if grid is None:
             raise ToMePassError(
                 f"a block got {tokens.shape[1]} tokens but no feature map was seen: {_THROUGH_ITS_MODEL}."
@@ -454,11 +481,14 @@ class InnerWrap(Wrap):
         Raises:
             ToMePassError: another library's `forward` of the block has left out the wrap of the block.
         """
-        if self._block is not _running.layer and not is_outermost(self._block):
+        running = _in_thread.block
+        if running is not None and running.layer is self._block:
+            is_merged = running.placement is not None and self._name in running.placement.layers
+            return running.plan if is_merged else None
+        if not is_outermost(self._block):
             raise ToMePassError(
                 f"the layers of a {type(self._block).__name__} run without its merging, because another library has "
                 "replaced the forward of the block since apply_tome(), or put back an earlier one: call apply_tome() "
                 "again afterwards, or remove_tome() first."
             )
-        placement = _running.placement
-        return _running.plan if placement is not None and self._name in placement.layers else None
+        return None

@@ -8,8 +8,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from ..methods.steps import PlainSteps
-from ..methods.turns import LAST_TIMESTEP, turn_table
+from ..methods.steps import LARGEST_LEVEL, PlainSteps
+from ..methods.turns import LAST_TIMESTEP, place_of_level, turn_table
 
 PREFIX = "tome."  # of the names of new nodes and constants
 
@@ -69,10 +69,29 @@ class TimestepNodes:
         return name if tensor.elem_type == TensorProto.FLOAT else nodes("Cast", [name], "number", to=TensorProto.FLOAT)
 
     @cached_property
+    def is_level(self) -> str:  # [1] bool
+        """Whether the timestep is a noise level: `methods.steps.is_level`."""
+        nodes, largest = self._nodes, self._nodes.constant("largest_level", LARGEST_LEVEL, "float32")
+        is_whole = nodes("Equal", [self.number, nodes("Floor", [self.number], "floor")], "is_whole")
+        is_near = nodes("Less", [nodes("Abs", [self.number], "size"), largest], "is_near")
+        return nodes("And", [is_near, nodes("Not", [is_whole], "is_fraction")], "is_level")
+
+    @cached_property
+    def place(self) -> str:  # [1] float32
+        """The place of the timestep in the table of turns."""
+        nodes = self._nodes
+        least = place_of_level(0.0)
+        shifted = nodes(
+            "Mul", [self.number, nodes.constant("spread", place_of_level(1.0) - least, "float32")], "spread_level"
+        )
+        of_level = nodes("Add", [shifted, nodes.constant("place_of_0", least, "float32")], "place_of_level")
+        return nodes("Where", [self.is_level, of_level, self.number], "place")
+
+    @cached_property
     def turn(self) -> str:  # [1] int64
         """The number of the turn."""
         nodes = self._nodes
-        whole = nodes("Add", [self.number, nodes.constant("half", 0.5, "float32")], "number_and_half")
+        whole = nodes("Add", [self.place, nodes.constant("half", 0.5, "float32")], "place_and_half")
         whole = nodes("Floor", [whole], "rounded")
         bounds = [nodes.constant("first", 0, "float32"), nodes.constant("last", LAST_TIMESTEP, "float32")]
         whole = nodes("Cast", [nodes("Clip", [whole, *bounds], "clipped")], "whole", to=TensorProto.INT64)
@@ -82,10 +101,16 @@ class TimestepNodes:
         """Whether the step keeps all tokens."""
         if plain not in self._plain:
             nodes, name = self._nodes, f"plain_steps{len(self._plain)}"
-            at = {part: nodes.constant(f"{name}.{part}", value, "float32") for part, value in plain._asdict().items()}
+            bounds = {"first": plain.first, "last_from": plain.last_from, "last_to": plain.last_to}
+            at = {part: nodes.constant(f"{name}.{part}", value, "float32") for part, value in bounds.items()}
             is_first = nodes("GreaterOrEqual", [self.number, at["first"]], f"{name}.is_first")
             is_from = nodes("GreaterOrEqual", [self.number, at["last_from"]], f"{name}.is_from")
             is_to = nodes("LessOrEqual", [self.number, at["last_to"]], f"{name}.is_to")
             is_last = nodes("And", [is_from, is_to], f"{name}.is_last")
             self._plain[plain] = nodes("Or", [is_first, is_last], f"{name}.is_plain")
+            if plain.levels is not None:
+                of_level = nodes("And", [self.is_level, self.is_plain(plain.levels)], f"{name}.is_plain_level")
+                is_step = nodes("Not", [self.is_level], f"{name}.is_no_level")
+                of_step = nodes("And", [is_step, self._plain[plain]], f"{name}.is_plain_step")
+                self._plain[plain] = nodes("Or", [of_level, of_step], f"{name}.is_plain_either")
         return self._plain[plain]

@@ -8,7 +8,8 @@ import paddle
 
 from ..errors import ToMePassError
 from ..tensors import HALF, cast, constants, count_rows, first_number, gather
-from .turns import LAST_TIMESTEP, TURNS
+from .steps import is_level
+from .turns import LAST_TIMESTEP, TURNS, place_of_level
 
 
 class Merging(NamedTuple):
@@ -67,9 +68,17 @@ class Turn(NamedTuple):
 def turn_at(
     timestep: paddle.Tensor,  # [B] or a single number, of any dtype
     table: paddle.Tensor,  # of `turn_table`
+    is_flow: bool = False,
 ) -> paddle.Tensor:  # [1] int64
-    """The number of the turn at a timestep: for the whole batch that of its first row, rounded to a whole number."""
-    whole = paddle.clip(paddle.floor(first_number(timestep) + 0.5), 0, LAST_TIMESTEP)
+    """The number of the turn at a timestep: for the whole batch that of its first row, as a place of the table.
+
+    Args:
+        is_flow: whether timesteps are those of a flow, among which there are no noise levels (`steps.is_level`).
+    """
+    place = first_number(timestep)
+    if not is_flow:
+        place = paddle.where(is_level(place), place_of_level(place), place)
+    whole = paddle.clip(paddle.floor(place + 0.5), 0, LAST_TIMESTEP)
     return paddle.gather(table, cast(whole, paddle.int64))
 
 

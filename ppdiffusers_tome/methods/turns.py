@@ -4,7 +4,12 @@ The turn is a function of the timestep alone, not of the number of steps before 
 exported program no other input.
 """
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
+
+from .steps import LARGEST_LEVEL, is_level
 
 TURNS = 16
 LAST_TIMESTEP = 1000
@@ -24,6 +29,25 @@ _TABLE = (
 )
 
 
+def place_of_level(level: Any) -> Any:  # a number, or an array or tensor of any library
+    """The place of a noise level, ¼·log σ, in the table: the levels within ±`LARGEST_LEVEL` are spread over it."""
+    return (level + LARGEST_LEVEL) * (LAST_TIMESTEP / (2 * LARGEST_LEVEL))
+
+
 def turn_table() -> np.ndarray:  # [LAST_TIMESTEP + 1] int64
     """The number of the turn at each whole timestep."""
     return np.array([int(digit, TURNS) for digit in _TABLE])
+
+
+def turns_of(timesteps: Iterable[float], is_flow: bool = False) -> list[int]:
+    """The numbers of the turns at the timesteps of an image; see `plan.turn_at`.
+
+    Example:
+        >>> turns_of([951, 901.5, 0.3])
+        [3, 3, 14]
+    """
+    places = np.array([*map(float, timesteps)])
+    if not is_flow:
+        places = np.where(is_level(places), place_of_level(places), places)
+    whole = np.clip(np.floor(places + 0.5), 0, LAST_TIMESTEP).astype(np.int64)
+    return [int(number) for number in turn_table()[whole]]

@@ -27,6 +27,7 @@ ROUNDED = ("Conv", "LayerNormalization", "MatMul", "Div", "ReduceMax", "ArgMax")
 SQUARES = "ReduceSum"  # of squared tokens: in float16 infinite from a root mean square of 14 on, with 320 channels
 SUMS = "ScatterElements"  # of merged tokens, as in eager mode: summed in float32, and rounded once
 ANGLES = ("Sin", "Cos")  # of the time embedding: of up to 1000 rad, which float16 has to 0.5
+WHOLE = ("Floor",)  # of a timestep, by which tokens take turns: the same of numbers up to 1000
 
 
 def gpu_program(path: Path) -> bytes:
@@ -103,7 +104,7 @@ def halve(model: onnx.ModelProto) -> onnx.ModelProto:
         if tensor.name in outside:  # one number stands for each
             tensor.CopyFrom(numpy_helper.from_array(np.ones([1] * len(tensor.dims), "float32"), tensor.name))
     precise = _precise(graph)
-    operators = [*float16.DEFAULT_OP_BLOCK_LIST, *ANGLES, SUMS]
+    operators = [*float16.DEFAULT_OP_BLOCK_LIST, *ANGLES, *WHOLE, SUMS]
     model = float16.convert_float_to_float16(
         model, keep_io_types=True, disable_shape_infer=True, op_block_list=operators, node_block_list=sorted(precise)
     )
@@ -145,7 +146,7 @@ def _precise(graph: onnx.GraphProto) -> set[str]:
     floats = {v.name for v in graph.value_info if v.type.tensor_type.elem_type == TensorProto.FLOAT}
     comparing = [node for node in graph.node if node.op_type in COMPARING]
     names = {node.name for node in comparing}
-    for starts, ends in ((comparing, ROUNDED), ([n for n in graph.node if n.op_type in ANGLES], ())):
+    for starts, ends in ((comparing, ROUNDED), ([n for n in graph.node if n.op_type in (*ANGLES, *WHOLE)], ())):
         values = [name for node in starts for name in node.input]
         while values:
             value = values.pop()

@@ -298,11 +298,13 @@ def test_layer_that_gets_more_tokens_than_its_block_is_rejected(unet):
         layer.forward = below
 
 
-def test_block_called_without_a_feature_map_is_rejected(unet):
+def test_block_called_without_its_model(unet):
+    """Before the first pass it is plain, as in a pass that began before merging was applied."""
     block = find_blocks(unet)[0].block
+    tokens, text = paddle.randn([2, 256, 32]), paddle.randn([2, 7, 24])
+    plain = block(tokens, encoder_hidden_states=text)
     unet.apply_tome()
-    with pytest.raises(ToMePassError, match="no feature map"):
-        block(paddle.randn([2, 256, 32]), encoder_hidden_states=paddle.randn([2, 7, 24]))
+    np.testing.assert_array_equal(block(tokens, encoder_hidden_states=text).numpy(), plain.numpy())
     run(unet)
     with pytest.raises(ToMePassError, match=r"255 tokens .*16×16"):
         block(paddle.randn([2, 255, 32]), encoder_hidden_states=paddle.randn([2, 7, 24]))
@@ -310,6 +312,7 @@ def test_block_called_without_a_feature_map_is_rejected(unet):
 
 def test_keyword_call_of_an_inner_layer(unet):
     transformer = find_blocks(unet.apply_tome())[0].transformer
+    run(unet)
     x, text = paddle.randn([2, 32, 16, 16]), paddle.randn([2, 7, 24])
     expected = transformer(x, encoder_hidden_states=text).sample.numpy()
     np.testing.assert_array_equal(transformer(encoder_hidden_states=text, hidden_states=x).sample.numpy(), expected)

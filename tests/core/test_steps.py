@@ -1,5 +1,7 @@
 """The first and last steps of an image keep all tokens: which steps, in which models, and what says so."""
 
+from itertools import pairwise
+
 import numpy as np
 import paddle
 import ppdiffusers
@@ -11,9 +13,11 @@ from zoo.transformers import dit, pixart, sd3
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.attach import passes
 from ppdiffusers_tome.families.schedules import timesteps_of
-from ppdiffusers_tome.methods.plan import Choice
-from ppdiffusers_tome.methods.steps import PLAIN_STEPS, PLAIN_STEPS_OF_FLOWS
+from ppdiffusers_tome.methods.plan import Choice, turn_at
+from ppdiffusers_tome.methods.steps import PLAIN_STEPS, PLAIN_STEPS_OF_FLOWS, is_level
+from ppdiffusers_tome.methods.turns import turn_table, turns_of
 from ppdiffusers_tome.run.manifest import ExportedMerging
+from ppdiffusers_tome.tensors import constants
 from ppdiffusers_tome.wording import method_in_words
 
 PLAIN = (1000, 951, 800, 115, 51, 20)
@@ -50,7 +54,7 @@ def at(unet, timestep):
 def test_bounds_of_flows_are_the_same_noise_levels():
     betas = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
     sigmas = np.sqrt(1 / np.cumprod(1 - betas) - 1)
-    for timestep, share in zip(PLAIN_STEPS, PLAIN_STEPS_OF_FLOWS, strict=True):
+    for timestep, share in zip(PLAIN_STEPS[:3], PLAIN_STEPS_OF_FLOWS[:3], strict=True):
         sigma = sigmas[int(timestep)]
         assert round(1000 * sigma / (1 + sigma)) == share
 
@@ -68,8 +72,29 @@ def test_usual_schedules_keep_all_tokens_at_both_ends_and_most_of_the_gain(kind,
 
 def test_a_program_and_a_count_read_bounds_alike():
     for bounds in (PLAIN_STEPS, PLAIN_STEPS_OF_FLOWS):
-        for timestep in np.arange(0, 1000.25, 0.25):
+        for timestep in (*np.arange(0, 1000.25, 0.25), *np.arange(-2, 2, 1 / 64)):
             assert bool(bounds.include(paddle.to_tensor([timestep]))) == bounds.count([timestep])
+
+
+def test_noise_levels_are_told_apart_by_their_value():
+    """¼·log σ of EDM and of Stable Video Diffusion, and no timestep of a schedule but perhaps the last."""
+    levels = 0.25 * np.log([0.002, 0.03, 0.5, 2.0, 80.0, 700.0])
+    assert is_level(levels).all() and is_level(paddle.to_tensor(levels)).numpy().all()
+    assert not is_level(np.array([0, 1, -1, 1.8, 2.5, 17.4, 999.0])).any()
+    for level in np.linspace(-1.7, 1.7, 103):
+        sigma = np.exp(4 * level)
+        assert PLAIN_STEPS.count([level]) == (sigma >= 5.11 or 0.138 <= sigma <= 0.378), sigma
+    assert not PLAIN_STEPS_OF_FLOWS.count([0.5]), "there a share of half a thousandth"
+
+
+def test_noise_levels_take_turns():
+    """Successive levels of a schedule, which as timesteps would all be rounded to the same three numbers."""
+    levels = 0.25 * np.log(np.geomspace(80, 0.002, 25))
+    turns = turns_of(levels)
+    assert len(set(turns)) > 8 and sum(a % 4 == b % 4 for a, b in pairwise(turns)) <= 8
+    table = constants(turn_table())
+    assert [turn_at(paddle.to_tensor([level]), table).tolist()[0] for level in levels.astype("float32")] == turns
+    assert turn_at(paddle.to_tensor([0.5]), table, is_flow=True).tolist() == turns_of([0.5], is_flow=True)
 
 
 # A pass
