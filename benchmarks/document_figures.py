@@ -385,15 +385,16 @@ def loader(name: str, made_by: str = "export") -> list[str]:
 
 
 def export_cost(*words: str) -> list[str]:
-    """Minutes and gigabytes of an export whose name begins with these words, before release 3.1 and now."""
+    """Of an export whose name begins with these words: seconds and GB of its UNets, before and now, and GB in all."""
     (row,) = [
         row
         for name, row in read("export_cost")["exports"].items()
         if name.replace("`", "").startswith(" ".join(words))
     ]
     return [
-        *(f"{row[code]['seconds'] / 60:.1f}" for code in ("before", "after")),
-        *(f"{row[code]['peak_bytes'] / 1e9:.1f}" for code in ("before", "after")),
+        *(f"{row[code]['seconds']:.0f}" for code in ("before", "after")),
+        *(f"{row[code]['unet_peak_bytes'] / 1e9:.1f}" for code in ("before", "after")),
+        f"{row['after']['peak_bytes'] / 1e9:.1f}",
     ]
 
 

@@ -6,7 +6,9 @@
 
 `measure` runs `python -m ppdiffusers_tome export` of a checkout for each of `EXPORTS`, one after another, and adds the
 figures to the result. Memory is the PSS of the command and its processes, every fifth of a second; its largest value
-counts. Stable Diffusion 1.5 has random weights, and is written to build/ first (4 GB). `report` prints the table.
+counts. `measure --unet` ends each export when its UNets are written, and adds the peak of their memory, which does not
+depend on what else the machine does. Stable Diffusion 1.5 has random weights, and is written to build/ first (4 GB).
+`report` prints the table.
 """
 
 import argparse
@@ -52,18 +54,23 @@ def build_sd15(folder: Path) -> None:
     (folder / "model_index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
-def measure(arguments: list[str], source: Path) -> dict[str, float]:
-    """Seconds and peak bytes of an export by the code of a checkout; an error if it fails."""
-    with tempfile.TemporaryDirectory(dir=ROOT / "build") as scratch:
+def measure(arguments: list[str], source: Path, is_unet: bool) -> dict[str, float]:
+    """Seconds and peak bytes of an export by the code of a checkout, or the peak of its UNets."""
+    with tempfile.TemporaryDirectory(dir=ROOT / "build") as scratch, open(f"{scratch}/log", "w+") as log:
         command = [sys.executable, "-m", "ppdiffusers_tome", "export", *arguments, "--output", f"{scratch}/export"]
         start, peak = time.perf_counter(), 0
-        process = psutil.Popen(command, cwd=source, env={**os.environ, "PYTHONPATH": str(source)})
+        process = psutil.Popen(command, cwd=source, stderr=log, env={**os.environ, "PYTHONPATH": str(source)})
         while process.poll() is None:
             peak = max(peak, proportional_bytes(process))
             time.sleep(0.2)
+            if is_unet and "exporting text_encoder" in Path(log.name).read_text(errors="replace"):
+                process.terminate()
+                process.wait()
+                return {"unet_peak_bytes": peak}
         seconds = time.perf_counter() - start
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
+        if process.returncode:
+            text = Path(log.name).read_text(errors="replace")
+            raise subprocess.CalledProcessError(process.returncode, command, text)
     return {"seconds": seconds, "peak_bytes": peak}
 
 
@@ -82,10 +89,12 @@ def report(result: dict[str, Any]) -> str:
     """The table of a result."""
     rows = []
     for name, by_code in result["exports"].items():
-        cells = [f"{by_code[code]['seconds'] / 60:.1f}" for code in ("before", "after")]
-        cells += [f"{by_code[code]['peak_bytes'] / 1e9:.1f}" for code in ("before", "after")]
+        cells = [f"{by_code[code]['seconds']:.0f} s" for code in ("before", "after")]
+        for peak in ("peak_bytes", "unet_peak_bytes"):
+            cells += [f"{by_code[code][peak] / 1e9:.1f} GB" for code in ("before", "after")]
         rows.append([name, *cells])
-    return table(["export", "minutes before", "after", "GB before", "after"], rows)
+    whats, whens = ("time", "peak", "peak of UNets"), ("before", "after")
+    return "\n".join(table(["export", *(f"{what} {when}" for what in whats for when in whens)], rows))
 
 
 def main() -> None:
@@ -95,6 +104,7 @@ def main() -> None:
     one.add_argument("code", choices=["before", "after"])
     one.add_argument("--source", type=Path, default=ROOT, help="the checkout (default: this one)")
     one.add_argument("--only", nargs="+", choices=EXPORTS, default=[*EXPORTS], help="default: all")
+    one.add_argument("--unet", action="store_true", help="the peak of memory until all UNets are written")
     modes.add_parser("report")
     options = parser.parse_args()
     earlier = read_json(RESULT) if RESULT.is_file() else {"exports": {}}
@@ -106,7 +116,8 @@ def main() -> None:
     exports: dict[str, Any] = {name: dict(earlier["exports"].get(name, {})) for name in EXPORTS}
     for name in options.only:
         commit = subprocess.check_output(["git", "-C", str(source), "rev-parse", "HEAD"], text=True).strip()
-        exports[name][options.code] = {**measure(EXPORTS[name], source), "commit": commit}
+        figures = {**measure(EXPORTS[name], source, options.unet), "commit": commit}
+        exports[name][options.code] = exports[name].get(options.code, {}) | figures
         print(name, exports[name][options.code], flush=True)
         write_result(RESULT, make_result("export_cost", "python benchmarks/export_cost.py measure", exports=exports))
 

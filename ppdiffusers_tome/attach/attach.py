@@ -36,7 +36,7 @@ from .passes import (
     TransformerWrap,
 )
 from .placement import Placement, placements
-from .rotary import RotaryAttentionWrap
+from .computed import ComputedAttentionWrap
 
 Before = list[tuple[nn.Layer, ToMeConfig | None]]
 
@@ -165,8 +165,8 @@ def _install(block: MergeableBlock, placement: Placement, attachment: Attachment
         for layer in block.sublayers[name]:
             if name != "attn":
                 ensure(layer, MergeWrap(block.block, name))
-            elif block.family.positions is not None:
-                ensure(layer, RotaryAttentionWrap(block, name))
+            elif block.family.only_processor is not None:
+                ensure(layer, ComputedAttentionWrap(block, name))
             else:
                 _install_attention(layer, block, placement)
 

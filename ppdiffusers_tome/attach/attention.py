@@ -1,7 +1,7 @@
 """Attention with fewer keys: the projections of keys and values get the tokens that remain.
 
 Whatever computes the attention, it calls these projections, and every other part of it stays as it is. Where keys
-rotate by their positions, which processors do after the projections, `rotary` computes the attention instead.
+rotate by their positions, or text and image share a softmax, `computed` computes the attention instead.
 """
 
 from typing import Any

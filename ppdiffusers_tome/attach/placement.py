@@ -82,6 +82,12 @@ def _check_facts(block: MergeableBlock) -> None:
             f"gets_text={facts.gets_text} of {name} is not known: one input with text must be FIRST or LAST, and of "
             f"images. Correct the entry {family.name!r} in families.table."
         )
+    if facts.text is not None and family.only_processor is None:
+        raise ToMeConfigError(
+            f"text={facts.text} of {name} shares a softmax with the image, whose keys then need a constant that only "
+            f"attention computed here adds: name its processor in only_processor of the entry {family.name!r} in "
+            "families.table."
+        )
     if facts.text is Text.SHARED_PROJECTIONS and family.positions is None:
         raise ToMeConfigError(
             f"text={facts.text} of {name} is only known for attention with rotary positions: elsewhere text and image "

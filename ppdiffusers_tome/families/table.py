@@ -85,7 +85,9 @@ class Family:
     block_lists: tuple[str, ...] = ("transformer_blocks",)
     attention: Attention = field(default_factory=Attention)
     positions: str | None = None  # argument of an attention by which queries and keys rotate
-    only_processor: str | None = None  # the only processor whose attention can merge; where queries and keys rotate
+    # The only processor whose attention can merge, where `attach.computed` computes it: queries and keys rotate, or
+    # text and image share a softmax.
+    only_processor: str | None = None
     has_mask: bool = False  # whether an attention takes a mask of the text
     grid_from_positions: bool = False  # whether the grid layer gets the position of each token, not a feature map
     packs_latents: bool = False  # whether the pipeline packs 2×2 latent pixels into one token
@@ -132,6 +134,7 @@ FAMILIES: list[Family] = [
         timestep_inputs=("time_text_embed",),
         is_flow=True,
         controlnets=("SD3ControlNetModel",),
+        only_processor="JointAttnProcessor2_5",
         text_tokens=77 + 256,  # of CLIP and T5
         text_layers=("context_embedder",),
     ),

@@ -14,7 +14,7 @@ from reference import dst_positions, interlaced
 
 from ppdiffusers_tome.attach.attach import attached_placements
 from ppdiffusers_tome.attach.attention import AttentionWrap
-from ppdiffusers_tome.attach.rotary import RotaryAttentionWrap
+from ppdiffusers_tome.attach.computed import ComputedAttentionWrap
 from ppdiffusers_tome.families.stream import Text
 from ppdiffusers_tome.methods.interlace import PARTS, offset_of
 from ppdiffusers_tome.methods.turns import turn_table
@@ -44,7 +44,7 @@ def calls_of_attention():
         return record
 
     with pytest.MonkeyPatch.context() as patch:
-        for wrap in (AttentionWrap, RotaryAttentionWrap):
+        for wrap in (AttentionWrap, ComputedAttentionWrap):
             patch.setattr(wrap, "__call__", recording(wrap.__call__))
         yield calls
 
@@ -147,7 +147,8 @@ def attention(layer, image, text, keys_of, kept, table, mask):
     of_text = None if table is None or len(table) == len(image) else table[:length]
     query = _heads(layer, "to_q", "norm_q", image, of_image)
     key, value = _heads(layer, "to_k", "norm_k", keys_of, of_image)[kept], _heads(layer, "to_v", "", keys_of)[kept]
-    counts = np.ones(len(kept))
+    # Beside text each key that remains stands for as many image keys as there were for each of them.
+    counts = np.full(len(kept), 1.0 if text is None else len(keys_of) / len(kept))
     if text is not None:
         names = [(f"add_{n}_proj", f"norm_added_{n}") if has_own else (f"to_{n}", f"norm_{n}") for n in "qkv"]
         rows = (of_text, of_text, None)

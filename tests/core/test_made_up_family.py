@@ -84,6 +84,7 @@ def make(monkeypatch, layout=Text.LAST, is_fused=False, block=None, **facts):
         "grid_layers": ("patches",),
         "block_lists": ("in_blocks", "mid_block", "out_blocks"),
         "attention": Attention(processor=None),
+        "only_processor": "OwnAttention",
         **facts,
     }
     monkeypatch.setattr(models, "FAMILIES", [*models.FAMILIES, Family(**entry)])
@@ -127,6 +128,7 @@ def test_fused_projections_are_refused_when_merging_is_applied(monkeypatch):
     ("facts", "message"),
     [
         ({"block": {"text": Text.SHARED_PROJECTIONS, "gets_text": None}}, "rotary"),
+        ({"only_processor": None}, r"shares a softmax .*only_processor"),
         ({"has_frames": True}, "FIRST or LAST, and of images"),
         ({"block": {"gets_text": Text.OWN_PROJECTIONS}}, "FIRST or LAST"),
         ({"grid_layers": ("patch_embed",)}, r"UViT .*patch_embed.*grid_layers"),

@@ -116,7 +116,7 @@ class HeadNorm(nn.Layer):
         return heads / heads.square().mean(-1, keepdim=True).sqrt() * self.weight
 
 
-class NormalizedHeads(JointAttnProcessor2_5):
+class OfSD35(JointAttnProcessor2_5):
     """Stable Diffusion 3.5's attention, which normalizes heads, over image and text or image alone."""
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None):
@@ -139,6 +139,9 @@ class NormalizedHeads(JointAttnProcessor2_5):
         return image_out, None if attn.context_pre_only else attn.to_add_out(out[:, image.shape[1] :])
 
 
+OfSD35.__name__ = "JointAttnProcessor2_5"  # of a ppdiffusers after 0.29
+
+
 class DualBlock(JointTransformerBlock):
     """A block that calls its second attention, over the image tokens alone, as Stable Diffusion 3.5's."""
 
@@ -159,7 +162,7 @@ def double_of_sd35():
     for attention in (*(block.attn for block in blocks), blocks[0].attn2):
         for name in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
             setattr(attention, name, HeadNorm(HIDDEN // 2))
-        attention.set_processor(NormalizedHeads())
+        attention.set_processor(OfSD35())
     return parts.ready(model)
 
 

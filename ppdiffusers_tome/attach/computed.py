@@ -1,9 +1,14 @@
-"""Attention with fewer keys where queries and keys rotate by their positions: FLUX, CogVideoX, Wan and HunyuanVideo.
+"""Attention with fewer keys that is computed here, as the processor of the family computes it.
 
-Processors rotate keys after their projection, by one table for queries and keys. So the attention is computed here,
-as the processor of the family computes it, with the rows of the table of those keys that remain.
+Processors of FLUX, CogVideoX, Wan and HunyuanVideo rotate keys after their projection, by one table for queries and
+keys: here by the rows of the table of those keys that remain.
+
+Where text and image share a softmax, as in Stable Diffusion 3 too, the image keys that remain stand for those that are
+left out: log(N / K) is added to their scores. Otherwise each text key would weigh N / K times as much as it should, in
+the same direction in every step.
 """
 
+import inspect
 import math
 from typing import Any
 
@@ -23,8 +28,8 @@ MASKED = -1e4  # added to the scores of masked keys: their weight is 0, and no k
 CosSin = tuple[paddle.Tensor, paddle.Tensor]  # cosines and sines, [T + N, d] each: text before image
 
 
-class RotaryAttentionWrap(InnerWrap):
-    """Wrap of a self-attention whose queries and keys rotate: compute it with the keys that remain.
+class ComputedAttentionWrap(InnerWrap):
+    """Wrap of a self-attention of one image, or of text and image: compute it with the keys that remain.
 
     Args:
         block: the block.
@@ -66,7 +71,7 @@ class RotaryAttentionWrap(InnerWrap):
         # The kernel divides by the root of the width, whatever the scale of the layer is.
         if not math.isclose(factor := getattr(layer, names.scale) * math.sqrt(query.shape[-1]), 1):
             query = query * factor
-        mask = None if attention_mask is None else _mask_of_keys(attention_mask, plan, stream.length, query.dtype)
+        mask = None if stream.text is None else _scores_of_keys(attention_mask, plan, stream.length, query.dtype)
         output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask).cast(query.dtype)
         output = output.reshape([0, 0, output.shape[2] * output.shape[3]])
         of_text, of_image = output[:, : stream.length], output[:, stream.length :]
@@ -129,7 +134,9 @@ def _project(
         return x.reshape(heads)
     if norm.weight is not None and norm.weight.shape[0] == x.shape[-1]:  # across heads, as in Wan
         return norm(x).reshape(heads)
-    return norm(x.reshape(heads))
+    # Norms of ppdiffusers after 0.29 have an argument for the first axis that they normalize.
+    has_axis = "begin_norm_axis" in inspect.signature(norm.forward).parameters
+    return norm(x.reshape(heads), **({"begin_norm_axis": 3} if has_axis else {}))
 
 
 def _run_all(layers: Any, tokens: paddle.Tensor) -> paddle.Tensor:
@@ -141,14 +148,19 @@ def _run_all(layers: Any, tokens: paddle.Tensor) -> paddle.Tensor:
     return tokens
 
 
-def _mask_of_keys(
-    mask: paddle.Tensor,  # [B, 1, 1, N + T]: true for keys that count; all image tokens do, which come first
+def _scores_of_keys(
+    mask: paddle.Tensor | None,  # [B, 1, 1, N + T]: true for keys that count; all image tokens do, which come first
     plan: MergePlan,
     text: int,
     dtype: paddle.dtype,
-) -> paddle.Tensor:  # [B, 1, 1, T + K]: what is added to the scores
-    of_text = (1 - cast(mask[..., -text:], paddle.float32)) * MASKED
-    of_image = plan.rows(paddle.zeros([plan.tokens, 1])).reshape([1, 1, 1, -1]).expand([mask.shape[0], -1, -1, -1])
+) -> paddle.Tensor:  # [B or 1, 1, 1, T + K]: what is added to the scores of text and image
+    ones = plan.rows(paddle.ones([plan.tokens, 1])).reshape([1, 1, 1, -1])  # a program may not know K
+    of_image = ones * (math.log(plan.tokens) - paddle.log(ones.sum()))
+    if mask is None:
+        of_text = paddle.zeros([1, 1, 1, text])
+    else:
+        of_text = (1 - cast(mask[..., -text:], paddle.float32)) * MASKED
+        of_image = of_image.expand([mask.shape[0], -1, -1, -1])
     return cast(paddle.concat([of_text, of_image], axis=-1), dtype)
 
 
