@@ -8,7 +8,13 @@ from typing import Any
 from ppdiffusers_tome.comparison import results
 from ppdiffusers_tome.errors import ToMeConfigError
 
-FORMATS = {"speed": 4, "experiments": 1, "rehearsal": 1, "export_cost": 1}  # the current format of each kind
+FORMATS = {
+    "speed": 4,
+    "experiments": 1,
+    "rehearsal": 1,
+    "export_cost": 1,
+    "joint_attention": 1,
+}  # the current format of each kind
 
 
 def make_result(kind: str, command: str, /, **content: Any) -> dict[str, Any]:

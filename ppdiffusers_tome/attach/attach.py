@@ -23,6 +23,7 @@ from ..families.models import (
 )
 from ..grid import Grid
 from .attention import AttentionWrap, ProjectionWrap
+from .computed import ComputedAttentionWrap
 from .forward import ensure, remove, wrap_of
 from .layers import MergeWrap
 from .passes import (
@@ -36,7 +37,6 @@ from .passes import (
     TransformerWrap,
 )
 from .placement import Placement, placements
-from .computed import ComputedAttentionWrap
 
 Before = list[tuple[nn.Layer, ToMeConfig | None]]
 

@@ -16,6 +16,8 @@ from conftest import refiner_pipeline, tiny_pipeline
 from exporting import ONNX_SETTINGS, export_linked, linking, programs_of
 from onnx import TensorProto
 from ppdiffusers import (
+    EDMEulerScheduler,
+    EulerDiscreteScheduler,
     PreconfigLMSDiscreteScheduler,
     StableDiffusionControlNetPipeline,
     StableDiffusionImg2ImgPipeline,
@@ -373,6 +375,7 @@ def test_wrong_requests_are_errors(tiny, tmp_path, arguments, words):
         ({"controlnet": None}, "StableDiffusionControlNetPipeline .*'diffusers'"),
         ({"text_encoder": text_encoder_with_projection}, None),
         ({"scheduler": PreconfigLMSDiscreteScheduler}, "PreconfigLMSDiscreteScheduler"),
+        ({"scheduler": EDMEulerScheduler}, r"EDMEulerScheduler are noise levels, from -1.6 to 1.1.*--for onnxruntime"),
     ],
 )
 def test_pipelines_that_the_loaders_do_not_know_are_errors(tmp_path, changes, words):
@@ -387,6 +390,15 @@ def test_pipelines_that_the_loaders_do_not_know_are_errors(tmp_path, changes, wo
     with pytest.raises(ToMeExportError, match=words):
         export_pipeline(pipe, tmp_path / "out", 0.5, [(32, 32)], layout="diffusers", progress=False)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of ppdiffusers' classes
+def test_timesteps_that_the_loaders_get_as_they_are_or_rounded():
+    """Those of EDM as they are; of Karras' noise levels only fractions are lost."""
+    edm = tiny_pipeline(scheduler=EDMEulerScheduler())
+    diffusers_layout.check_loadable(edm, DiffusersLayout(runtime="onnxruntime"))
+    karras = tiny_pipeline(scheduler=EulerDiscreteScheduler(use_karras_sigmas=True))
+    diffusers_layout.check_loadable(karras, DiffusersLayout())
 
 
 def test_an_existing_folder_is_only_replaced_by_request(onnx_folder, plain_form, tmp_path):
