@@ -98,7 +98,7 @@ class ComputedAttentionWrap(InnerWrap):
             what = f"with the argument {unknown[0]}" if processor == family.only_processor else f"by {processor}"
             raise ToMePassError(
                 f"attention {what} cannot merge, only that of {family.only_processor} with its own arguments: set "
-                "another attention processor, leave the argument out, or remove_tome() first."
+                "that processor, do not fuse projections, leave the argument out, or remove_tome() first."
             )
         wrapped = self.wrapped_forward
         if wrapped is not None and getattr(wrapped, "__func__", None) is not type(layer).forward:
