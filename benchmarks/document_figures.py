@@ -384,6 +384,15 @@ def loader(name: str, made_by: str = "export") -> list[str]:
     return [gained, f"{statistics.mean(decibels):.1f} ({min(decibels):.0f})"]
 
 
+def joint(*words: str) -> list[str]:
+    """Mean PSNR, and the worst, of a way of joint_attention.json in each of its settings."""
+    cells = []
+    for setting in read("joint_attention")["settings"]:
+        (decibels,) = [row["psnr"] for row in setting["ways"] if row["name"] == " ".join(words)]
+        cells.append(f"{statistics.mean(decibels):.1f} ({min(decibels):.0f})")
+    return cells
+
+
 def export_cost(*words: str) -> list[str]:
     """Of an export whose name begins with these words: seconds and GB of its UNets, before and now, and GB in all."""
     (row,) = [
@@ -425,6 +434,7 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
     "gpu_row": gpu_row,
     "loader": loader,
     "export_cost": export_cost,
+    "joint": joint,
     "gpu_gain": gpu_gain,
     "cpu_gain": cpu_gain,
     "scenes_gain": scenes_gain,
