@@ -220,7 +220,8 @@ def _attend(way: str, query: Any, key: Any, scores: Any, value: Any) -> Any:
         ones = first * paddle.ones([*query.shape[:3], 1])
         further = scores * math.sqrt(width + FURTHER) * first * paddle.ones([*key.shape[:3], 1])
         query, key = paddle.concat([query * scale, ones], axis=-1), paddle.concat([key, further], axis=-1)
-        scores = None
+        value = paddle.concat([value, paddle.zeros_like(value[..., :FURTHER])], axis=-1)  # kernels want equal widths
+        return paddle.nn.functional.scaled_dot_product_attention(query, key, value)[..., :width]
     return paddle.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=scores)
 
 

@@ -24,6 +24,7 @@ from ..methods.plan import MergePlan
 from ..tensors import cast
 from .passes import InnerWrap
 
+CHANNELS = 8  # further ones of heads: kernels of attention want a multiple of it
 MASKED = -1e4  # added to the scores of masked keys: their weight is 0, and no kernel multiplies 0 by infinity
 CosSin = tuple[paddle.Tensor, paddle.Tensor]  # cosines and sines, [T + N, d] each: text before image
 
@@ -71,8 +72,7 @@ class ComputedAttentionWrap(InnerWrap):
         # The kernel divides by the root of the width, whatever the scale of the layer is.
         if not math.isclose(factor := getattr(layer, names.scale) * math.sqrt(query.shape[-1]), 1):
             query = query * factor
-        mask = None if stream.text is None else _scores_of_keys(attention_mask, plan, stream.length, query.dtype)
-        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask).cast(query.dtype)
+        output = _attend(query, key, value, _scores_of_keys(attention_mask, plan, stream), attention_mask is not None)
         output = output.reshape([0, 0, output.shape[2] * output.shape[3]])
         of_text, of_image = output[:, : stream.length], output[:, stream.length :]
         return join(layout, self._outputs(layer, names, Stream(of_image, of_text if stream.length else None)))
@@ -151,17 +151,48 @@ def _run_all(layers: Any, tokens: paddle.Tensor) -> paddle.Tensor:
 def _scores_of_keys(
     mask: paddle.Tensor | None,  # [B, 1, 1, N + T]: true for keys that count; all image tokens do, which come first
     plan: MergePlan,
-    text: int,
-    dtype: paddle.dtype,
-) -> paddle.Tensor:  # [B or 1, 1, 1, T + K]: what is added to the scores of text and image
+    stream: Stream,
+) -> paddle.Tensor | None:  # [B or 1, 1, 1, T + K]
+    """What is added to the scores of text and image; None where there is no text."""
+    if stream.text is None:
+        return None
     ones = plan.rows(paddle.ones([plan.tokens, 1])).reshape([1, 1, 1, -1])  # a program may not know K
     of_image = ones * (math.log(plan.tokens) - paddle.log(ones.sum()))
     if mask is None:
-        of_text = paddle.zeros([1, 1, 1, text])
+        of_text = paddle.zeros([1, 1, 1, stream.length])
     else:
-        of_text = (1 - cast(mask[..., -text:], paddle.float32)) * MASKED
+        of_text = (1 - cast(mask[..., -stream.length :], paddle.float32)) * MASKED
         of_image = of_image.expand([mask.shape[0], -1, -1, -1])
-    return cast(paddle.concat([of_text, of_image], axis=-1), dtype)
+    return paddle.concat([of_text, of_image], axis=-1)
+
+
+def _attend(
+    query: paddle.Tensor,  # [B, T + N, heads, d]
+    key: paddle.Tensor,  # [B, T + K, heads, d]
+    value: paddle.Tensor,
+    scores: paddle.Tensor | None,  # of `_scores_of_keys`
+    is_masked: bool,
+) -> paddle.Tensor:  # [B, T + N, heads, d]
+    """Attention with numbers that are added to the scores of keys.
+
+    Where these are no mask, further channels of queries and keys carry them: on a CPU a mask takes 1.8 times as long,
+    and the channels a twentieth more (benchmarks/joint_attention.py), and kernels without masks run them too.
+    """
+    width = query.shape[-1]
+    if scores is None:
+        output = F.scaled_dot_product_attention(query, key, value)
+    elif is_masked:
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=cast(scores, query.dtype))
+    else:
+        wide = width + CHANNELS
+        of_keys = cast(scores * math.sqrt(wide), key.dtype).reshape([1, -1, 1, 1]) * paddle.ones_like(key[..., :1])
+        rest = CHANNELS - 1
+        key = paddle.concat([key, of_keys, paddle.zeros_like(key[..., :rest])], axis=-1)
+        first, others = paddle.ones_like(query[..., :1]), paddle.zeros_like(query[..., :rest])
+        query = paddle.concat([query * math.sqrt(wide / width), first, others], axis=-1)
+        value = paddle.concat([value, paddle.zeros_like(value[..., :CHANNELS])], axis=-1)  # kernels want equal widths
+        output = F.scaled_dot_product_attention(query, key, value)[..., :width]
+    return cast(output, query.dtype)
 
 
 def rotary_table(rows: Any, image: int, text: int) -> CosSin:

@@ -17,7 +17,7 @@ from ppdiffusers_tome.attach.attach import attached_placements
 from ppdiffusers_tome.attach.forward import wrap_of
 from ppdiffusers_tome.attach.passes import MAX_CACHED, BlockWrap
 from ppdiffusers_tome.families.models import find_blocks
-from ppdiffusers_tome.methods import METHODS, todo, tomesd
+from ppdiffusers_tome.methods import METHODS, matching, todo
 from ppdiffusers_tome.methods.turns import turn_table
 
 
@@ -93,7 +93,7 @@ def test_a_steady_pass_does_no_host_work_and_copies_nothing_to_the_device(settin
         count(np, name)
     count(np.random, "RandomState")
     count(todo, "choose_dst")
-    count(tomesd, "choose_dst")
+    count(matching, "choose_dst")
 
     def counted():
         counts.clear()
