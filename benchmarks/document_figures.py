@@ -393,6 +393,12 @@ def joint(*words: str) -> list[str]:
     return cells
 
 
+def joint_time(shape: str, way: str) -> str:
+    """The time of attention with the constant over that without it, at a shape of joint_attention.json."""
+    (seconds,) = [times for name, times in read("joint_attention")["timing"].items() if name.startswith(shape)]
+    return f"{seconds[way] / seconds['without']:.2f}×"
+
+
 def export_cost(*words: str) -> list[str]:
     """Of an export whose name begins with these words: seconds and GB of its UNets, before and now, and GB in all."""
     (row,) = [
@@ -435,6 +441,7 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
     "loader": loader,
     "export_cost": export_cost,
     "joint": joint,
+    "joint_time": joint_time,
     "gpu_gain": gpu_gain,
     "cpu_gain": cpu_gain,
     "scenes_gain": scenes_gain,
