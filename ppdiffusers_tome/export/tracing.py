@@ -166,7 +166,7 @@ def compare_in_onnx_runtime(
         ToMeExportError: ONNX Runtime cannot run it, or it differs by more.
     """
     try:
-        program = OnnxProgram(path, OnnxRuntime(threads=max(MIN_THREADS, threads)), is_packed=False)
+        program = OnnxProgram(path, OnnxRuntime(threads=max(MIN_THREADS, threads)))
         parity = differences(program, FUSED_TOLERANCE)
     except ToMeExportError:
         raise

@@ -81,23 +81,16 @@ class OnnxProgram(Program):
         folder: the exported folder that the file is in. None: the file is used once, so no optimized form of it is
             written.
         names: the files of the program in the folder.
-        is_packed: whether weights are packed for the processor: faster, and another copy of them in memory.
 
     Raises:
         ToMeExportError: this version of ONNX Runtime cannot load it on the device.
     """
 
     def __init__(
-        self,
-        path: Path,
-        runtime: OnnxRuntime,
-        folder: ExportedFolder | None = None,
-        names: Sequence[str] = (),
-        *,
-        is_packed: bool = True,
+        self, path: Path, runtime: OnnxRuntime, folder: ExportedFolder | None = None, names: Sequence[str] = ()
     ) -> None:
         with nullcontext() if folder is None else folder.reading(names):
-            self._session = _open_session(path, runtime, folder, is_packed)
+            self._session = _open_session(path, runtime, folder)
         self.inputs = [value.name for value in self._session.get_inputs()]
 
     def __call__(self, **inputs: paddle.Tensor) -> list[paddle.Tensor]:
@@ -105,14 +98,12 @@ class OnnxProgram(Program):
         return [paddle.to_tensor(output) for output in self._session.run(None, arrays)]
 
 
-def _open_session(path: Path, runtime: OnnxRuntime, folder: ExportedFolder | None, is_packed: bool) -> Any:
+def _open_session(path: Path, runtime: OnnxRuntime, folder: ExportedFolder | None) -> Any:
     """A session of a program."""
     onnxruntime = load_module("onnxruntime")
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors
     options.intra_op_num_threads = runtime.cores()
-    if not is_packed:
-        options.add_session_config_entry("session.disable_prepacking", "1")
     settings: dict[str, Any] = {"device_id": runtime.index} if runtime.index else {}
     if runtime.precision == "fp16":
         # Convolutions with channels last: 1.07 to 1.15 times as fast in float16 on an H100 (benchmarks/gpu_onnx.md).
