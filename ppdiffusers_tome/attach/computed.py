@@ -175,8 +175,8 @@ def _attend(
 ) -> paddle.Tensor:  # [B, T + N, heads, d]
     """Attention with numbers that are added to the scores of keys.
 
-    Where these are no mask, further channels of queries and keys carry them: on a CPU a mask takes 1.8 times as long,
-    and the channels a twentieth more (benchmarks/joint_attention.py), and kernels without masks run them too.
+    Where these are no mask, further channels of queries and keys carry them: on a CPU a mask takes 1.9 times as long,
+    and the channels an eighth more (benchmarks/joint_attention.py), and kernels without masks run them too.
     """
     width = query.shape[-1]
     if scores is None:

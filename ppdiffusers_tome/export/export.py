@@ -281,12 +281,12 @@ class _Writer:
         edit, plain = self._edits[planned.size, planned.ratio], self._written[replace(planned, ratio=0.0)]
         model = onnx.load(str(self._folder / plain.onnx_files[0]), load_external_data=False)
         leave_out_keys(model, find_projections(model, edit.blocks))
-        path = self._folder / _onnx_path(planned)
+        place = _onnx_path(planned)
+        path = self._folder / place
         self._weights[planned.model].write(model, path)
         differences = edit.comparison.first_differences
         parity = compare_in_onnx_runtime(path, planned.label, PaddleRuntime().cores(), lambda run, _: differences(run))
         self._report("merging in " + ", ".join(block.name for block in edit.blocks))
-        place = _onnx_path(planned)
         file = self._written.get(planned) or ProgramFile(planned.model, planned.size, planned.ratio, onnx=place)
         self._written[planned] = replace(file, onnx=place, onnx_parity=parity)
 

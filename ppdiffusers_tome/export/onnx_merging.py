@@ -68,9 +68,8 @@ def find_projections(model: onnx.ModelProto, blocks: Iterable[MergingBlock]) -> 
                     f"{block.name}: no product of the ONNX program has a weight of its projections ({weights[0]}), so "
                     "its keys cannot be left out: export it with --format paddle."
                 )
-            tokens = graph.before_casts(
-                own[0].input[0]
-            )  # other products are of what the first ones compute, as in a LoRA
+            # Products with other inputs are of what the first ones compute, as in a LoRA
+            tokens = graph.before_casts(own[0].input[0])
             projections += [node.output[0] for node in own if graph.before_casts(node.input[0]) == tokens]
         found.append(BlockKeys(block.name, tuple(projections), block.keys))
     return found

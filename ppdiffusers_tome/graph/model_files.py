@@ -12,6 +12,7 @@ from onnx.inliner import inline_local_functions
 
 from ..config import ToMeConfig
 from ..errors import ParameterError, ToMeConfigError, ToMeExportError
+from ..methods.interlace import PARTS
 from ..replacement import check_replaceable, replacing, restore
 from ..run.onnx_weights import external_places
 from .indices import InterlacedKeys, KeysByTable
@@ -19,10 +20,8 @@ from .keys import BlockKeys, is_merged, leave_out_keys
 from .output_check import Differences, compare_outputs
 from .unet import UNetMerging, plan_merging
 
-PROGRAMS = (
-    Path("unet/model.onnx"),
-    Path("model.onnx"),
-)  # in a folder: as Optimum and the hub have it, or its UNet alone
+# The program in a folder: as Optimum and the hub have it, or its UNet alone
+PROGRAMS = (Path("unet/model.onnx"), Path("model.onnx"))
 LINKED_BYTES = 1 << 20  # larger files, which are weights, are linked where the file system allows it
 
 
@@ -92,7 +91,7 @@ def merge_model(
         target = partial / files.program
         target.parent.mkdir(parents=True, exist_ok=True)
         _write(program, merging.merging, target)
-        differences = _check(source, target, merging) if check else None
+        differences = _check(source, program, target, merging) if check else None
     return MergedModel(output / files.program, merging, differences)
 
 
@@ -103,8 +102,8 @@ def find_model(model: Path) -> ModelFiles:
         ToMeConfigError: it is neither a folder with a UNet nor an `.onnx` file.
     """
     if model.is_file() and model.suffix == ".onnx":
-        weights = {Path(name) for name in _weight_names(model)}
-        return ModelFiles(model.parent, Path(model.name), tuple(sorted(weights)))
+        weights = [Path(name) for name in _weight_names(read_program(model))]
+        return ModelFiles(model.parent, Path(model.name), tuple(weights))
     program = next((path for path in PROGRAMS if (model / path).is_file()), None)
     if program is None:
         listed = " or ".join(map(str, PROGRAMS))
@@ -127,7 +126,7 @@ def read_program(path: Path) -> onnx.ModelProto:
         program = onnx.load(str(path), load_external_data=False)
     except Exception as error:  # of protobuf
         raise ToMeExportError(f"{path} cannot be read as ONNX ({error}): download or export it again.") from error
-    missing = [name for name in _weight_names(path, program) if not (path.parent / name).is_file()]
+    missing = [name for name in _weight_names(program) if not (path.parent / name).is_file()]
     if missing:
         raise ToMeExportError(
             f"{path} has its weights in {', '.join(missing[:3])}, which is missing: download it too."
@@ -137,10 +136,8 @@ def read_program(path: Path) -> onnx.ModelProto:
     return program
 
 
-def _weight_names(path: Path, program: onnx.ModelProto | None = None) -> list[str]:
-    """The names of the files beside an `.onnx` file that have its weights."""
-    if program is None:
-        program = read_program(path)
+def _weight_names(program: onnx.ModelProto) -> list[str]:
+    """The names of the files beside a program that have its weights."""
     return sorted({places["location"] for t in program.graph.initializer if (places := external_places(t))})
 
 
@@ -182,11 +179,11 @@ def _write(program: onnx.ModelProto, blocks: Sequence[BlockKeys], target: Path) 
     onnx.save(merged, str(target))
 
 
-def _check(source: Path, target: Path, merging: UNetMerging) -> Differences:
+def _check(source: Path, program: onnx.ModelProto, target: Path, merging: UNetMerging) -> Differences:
     """Compare the outputs of the merged program with those of the model; an error if they are wrong."""
     every = target.with_name(f".all_keys_{target.name}")
     try:
-        _write(read_program(source), [replace(block, keys=_all(block)) for block in merging.merging], every)
+        _write(program, [replace(block, keys=_all(block)) for block in merging.merging], every)
         return compare_outputs(source, every, target)
     finally:
         every.unlink(missing_ok=True)
@@ -196,8 +193,6 @@ def _all(block: BlockKeys) -> KeysByTable | InterlacedKeys:
     """All keys of a block, by the same nodes."""
     keys = block.keys
     if isinstance(keys, InterlacedKeys):
-        from ..methods.interlace import PARTS
-
         return replace(keys, parts=PARTS, plain=None)
     assert isinstance(keys, KeysByTable)
     return KeysByTable(np.arange(keys.tokens)[None], keys.tokens, None)

@@ -17,8 +17,8 @@ from ppdiffusers.models.attention_processor import (
     SlicedAttnProcessor,
     XFormersAttnProcessor,
 )
-from ppdiffusers.models.lora import LoRALinearLayer
 from test_transformers import draw
+from zoo.adapters import Adapted, adapt, with_lora
 from zoo.parts import ONE_LEVEL
 from zoo.transformers import sd3
 from zoo.videos import CrossFrameAttention
@@ -174,34 +174,6 @@ def test_gradients_reach_every_token(method):
 
 
 # Layers that are replaced, added or fused
-
-
-class Adapted(nn.Layer):
-    """A projection with an adapter around it, as PEFT makes them: another layer in its place, without a weight."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base_layer = base
-        self.down, self.up = nn.Linear(base.weight.shape[0], 2), nn.Linear(2, base.weight.shape[1])
-
-    def forward(self, x, *args):
-        return self.base_layer(x, *args) + self.up(self.down(x))
-
-
-def with_lora(projection):
-    """Add LoRA as ppdiffusers does: as a part of the same layer."""
-    lora = LoRALinearLayer(*projection.weight.shape, rank=2)
-    lora.up.weight.set_value(0.1 * paddle.randn(lora.up.weight.shape))
-    projection.set_lora_layer(lora)
-    return projection
-
-
-def adapt(unet, adapter):
-    paddle.seed(3)
-    for mergeable in find_blocks(unet):
-        for name in ("to_q", "to_k", "to_v"):
-            attention = mergeable.block.attn1
-            setattr(attention, name, adapter(getattr(attention, name)))
 
 
 @pytest.mark.parametrize("adapter", [Adapted, with_lora])

@@ -12,7 +12,7 @@ import pytest
 from conftest import tiny_pipeline
 from onnx import TensorProto, helper
 from ppdiffusers import StableDiffusionControlNetPipeline
-from ppdiffusers.models.lora import LoRALinearLayer
+from zoo.adapters import Adapted, adapt, with_lora
 from zoo.parts import ONE_LEVEL, SDXL, controlnet, sdxl, stable_diffusion, unet
 
 from ppdiffusers_tome import Grid, ToMeConfig, ToMeExportError, tome_summary
@@ -230,32 +230,10 @@ def test_a_controlnet_and_its_own_ratio(tmp_path):
     assert max(file.onnx_parity.values()) < 1e-4 and not file.parity
 
 
-class Adapted(paddle.nn.Layer):
-    """A projection with an adapter beside it, as of another library."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base_layer = base
-        self.down, self.up = paddle.nn.Linear(base.weight.shape[0], 2), paddle.nn.Linear(2, base.weight.shape[1])
-
-    def forward(self, x, *args):
-        return self.base_layer(x, *args) + self.up(self.down(x))
-
-
-def with_lora(projection):
-    lora = LoRALinearLayer(*projection.weight.shape, rank=2)
-    lora.up.weight.set_value(0.1 * paddle.randn(lora.up.weight.shape))
-    projection.set_lora_layer(lora)
-    return projection
-
-
 @pytest.mark.parametrize("adapter", [Adapted, with_lora])
 def test_adapters_of_projections_are_exported(adapter, tmp_path):
     pipe = tiny_pipeline()
-    for mergeable in find_blocks(pipe.unet):
-        for name in ("to_q", "to_k", "to_v"):
-            attention = mergeable.block.attn1
-            setattr(attention, name, adapter(getattr(attention, name)))
+    adapt(pipe.unet, adapter)
     manifest = export_pipeline(pipe, tmp_path / "export", 0.75, [SIZE], progress=False)
     assert max(manifest.programs_of("unet")[0].onnx_parity.values()) < 1e-5
 
