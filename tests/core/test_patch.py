@@ -489,7 +489,11 @@ def test_pickle_in_a_process_that_did_not_import_this_package(unet, tmp_path):
     (tmp_path / "unet.pickle").write_bytes(pickle.dumps((unet, arguments)))
     command = [sys.executable, "-W", "ignore", "-c", READ_PICKLE, tmp_path / "unet.pickle", tmp_path / "out.npy"]
     subprocess.run(command, check=True, cwd=Path(ppdiffusers_tome.__file__).parents[1])
-    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, atol=1e-6)
+    # Two processes may round differently, by 2e-6 in CI; merging changes far more.
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, rtol=1e-5, atol=1e-5)
+    with paddle.no_grad():
+        plain = unet.remove_tome()(**arguments).sample.numpy()
+    assert np.abs(plain - expected).max() > 1e-3
 
 
 def chunk(unet, size):
