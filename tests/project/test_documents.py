@@ -7,13 +7,11 @@ import shutil
 import sys
 import warnings
 from importlib.metadata import requires, version
-from types import SimpleNamespace
 
 import alternatives
 import gpu_onnx
 import numpy as np
 import paddle
-import program_memory
 import pytest
 from conftest import tiny_pipeline
 from lab.speed import speed_report
@@ -193,11 +191,10 @@ def test_reports_are_those_of_the_committed_results(tmp_path, empty_plots, monke
         shutil.copy(sheet, tmp_path)
     speed_report.write_report(sorted(results.glob("*.json")), tmp_path)
     alternatives.write_report(sorted(results.glob("alternatives_*.json")), tmp_path)
-    program_memory.report(SimpleNamespace(output=results))
     monkeypatch.setattr(sys, "argv", ["gpu_onnx.py", "report", "--result", str(results / "gpu_onnx.json")])
     gpu_onnx.main()
     pages = list(tmp_path.glob("*.md"))
-    assert len(pages) == 4
+    assert len(pages) == 3
     for page in pages:
         assert text_of(f"benchmarks/{page.name}") == page.read_text(encoding="utf-8"), page.name
 
