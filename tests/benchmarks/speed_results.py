@@ -1,18 +1,11 @@
-"""Small speed results with known answers, for the tests of what reads them; and a small case with its backends."""
+"""Small speed results with known answers, for the tests of what reads them."""
 
 import json
 
 from lab.arm import Arm
-from lab.speed.backends import EagerBackend, ProgramBackend
-from lab.speed.cases import Case, Measurement, make_case
+from lab.speed.cases import Case, Measurement
 
 from ppdiffusers_tome import ToMeConfig
-
-PLAIN = [10.0, 20.0, 40.0]  # a shared machine: seconds vary, ratios within rounds do not
-
-
-def times(share, seconds=PLAIN):
-    return [share * second for second in seconds]
 
 
 def config(ratio, **settings):
@@ -39,14 +32,6 @@ def result(cases, *, machine="Test CPU", **fields):
     environment |= {"paddlepaddle-gpu": "not installed", "ppdiffusers": "0.29.0", "ppdiffusers_tome": "0.9.0"}
     about = {"kind": "speed", "format": 4, "commit": "abc1234", "environment": environment, "rounds": 3, "threads": 1}
     return {**about, "command": "python benchmarks/bench.py", "cases": cases, **fields}
-
-
-def tiny(**fields):
-    return make_case("tiny", **{"size": 128, **fields})
-
-
-def open_backend(name, workload, folder):
-    return (EagerBackend if name == "eager" else ProgramBackend)(name, workload, 1, folder)
 
 
 def write(path, data):

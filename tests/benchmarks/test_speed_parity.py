@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from lab.arm import Arm
 from lab.speed.cases import Measurement
-from lab.speed.parity import TRIES, check_parity, reference_of, tolerance
+from lab.speed.parity import TRIES, check_parity, tolerance
 from speed_results import config
 
 MERGED = np.array([1.0, -1.0])
@@ -84,22 +84,6 @@ def test_each_image_may_agree_for_other_inputs():
 def test_arm_that_merges_nothing_is_not_timed():
     reasons, _ = check([arm("both"), arm("tome")], lambda arm: MERGED)
     assert len(reasons) == 2 and all("merging does not change the output" in reason for reason in reasons.values())
-
-
-def test_arms_without_output_are_left_out():
-    tome, both = arm("tome"), arm("both")
-    reasons, _ = check([tome, both], outputs(tome_eager=None, both_eager=None))
-    assert not reasons and tome.parity is None and both.parity is None
-
-
-def test_references():
-    def of(*arguments):
-        return reference_of(arm(*arguments).arm)
-
-    assert of("plain") is None and of("tome") is None
-    assert of("memory_efficient") == arm("plain").arm
-    assert of("both") == of("tome", "predictor") == arm("tome").arm
-    assert of("tome", "predictor", 2) == arm("tome", level=2).arm
 
 
 def test_bf16_is_compared_where_nothing_merges():

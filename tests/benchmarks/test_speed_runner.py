@@ -2,12 +2,11 @@
 
 import copy
 import json
-import os
 import signal
 from types import SimpleNamespace
 
 import pytest
-from killed_worker import end_with_the_number_of_threads, killed
+from killed_worker import killed
 from lab.speed import runner, worker
 from lab.speed.backends import EagerBackend
 from lab.speed.cases import Timing, make_case, make_configs, read_cases
@@ -105,42 +104,10 @@ def test_worker_that_dies_costs_only_its_arm(tmp_path, stub, end, reason):
     assert failed.status == "error" and first.arms[1].status == "planned"
 
 
-def end_at_reference(stub, programs, times=1):
-    yield "a reference", "check"
-    if len(stub.calls) <= times:
-        raise WorkerEndedError(3, "")
-
-
-@pytest.mark.parametrize(("times", "status"), [(1, "measured"), (9, "error")])
-def test_reference_that_ends_the_worker_is_skipped_and_fails_all_arms_if_it_does_again(tmp_path, stub, times, status):
-    made = stub(prepare=lambda *arguments: end_at_reference(*arguments, times))
-    assert {arm.status for arm in measure(tmp_path).values()} == {status}
-    assert [skip for *_, skip in made.calls] == [[], ["a reference"]]
-
-
-def test_worker_that_cannot_start_fails_all_arms(tmp_path, stub):
-    def fail(*_):
-        raise WorkerEndedError(1, "Traceback\nOSError: no such model")
-        yield
-
-    stub(prepare=fail)
-    for arm in measure(tmp_path).values():
-        assert arm.status == "error" and arm.reason.startswith("starting: the worker ended with status 1")
-        assert "OSError: no such model" in arm.reason
-
-
 def test_a_worker_that_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "run", killed)
     with pytest.raises(WorkerEndedError, match="SIGKILL"):
         list(worker_messages(None, SimpleNamespace(threads=3), tmp_path, []))  # without a case
-
-
-def test_threads_are_those_of_the_worker_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(worker, "run", end_with_the_number_of_threads)
-    with pytest.raises(WorkerEndedError, match="status 1: AssertionError: OMP_NUM_THREADS=3, Paddle: 3"):
-        list(worker_messages(make("plain"), Timing(threads=3), tmp_path, []))
-    assert os.environ["OMP_NUM_THREADS"] == "1"
 
 
 def test_killed_run_continues_and_repeats_no_round(tmp_path, stub, monkeypatch):
@@ -193,20 +160,6 @@ def test_arm_that_fails_costs_no_other_arm(tmp_path, monkeypatch):
     assert (both.status, both.reason) == ("error", "round 2: ValueError: no such luck")
     assert (plain.status, plain.seconds) == ("measured", [1.0, 1.0]) and plain.peak_memory_bytes > 0
     assert both.parity is None
-
-
-def test_worker_continues_a_case(tmp_path, monkeypatch):
-    """Arms with seconds are not checked again; arms that failed before do not run."""
-    monkeypatch.setattr(EagerBackend, "seconds", lambda self, arm: 2.0)
-    case = make("plain", "tome", "both")
-    plain, tome, both = case.arms
-    plain.seconds, tome.seconds = [1.0], [1.0]
-    both.fail("before")
-    messages = messages_of(case, 2, tmp_path)
-    assert [arm.seconds for arm in messages[-1].arms] == [[1.0, 2.0], [1.0, 2.0], []]
-    steps = [message for message in messages if isinstance(message, tuple) and message[0]]
-    every = [(arm.name, step) for arm in (tome, plain) for step in ("round 2", "warm-up")]
-    assert sorted(steps) == every
 
 
 def test_arms_take_turns_in_another_order_in_each_round(tmp_path, monkeypatch):
