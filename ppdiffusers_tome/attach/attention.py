@@ -10,7 +10,7 @@ import paddle
 from paddle import nn
 
 from ..errors import ToMePassError
-from ..families.models import MergeableBlock
+from ..families.blocks import MergeableBlock
 from ..families.stream import Stream, Text, join, split
 from ..families.table import Family
 from ..methods.plan import MergePlan

@@ -17,7 +17,7 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from ..errors import ToMePassError
-from ..families.models import MergeableBlock
+from ..families.blocks import MergeableBlock
 from ..families.stream import Stream, Text, join, split
 from ..families.table import Attention, Projections
 from ..methods.plan import MergePlan

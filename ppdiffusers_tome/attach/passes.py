@@ -18,8 +18,8 @@ from paddle import nn
 
 from ..config import ToMeConfig
 from ..errors import ToMeConfigError, ToMePassError
+from ..families.blocks import MergeableBlock, gets_timestep, is_chunked
 from ..families.grids import token_grid
-from ..families.models import MergeableBlock, gets_timestep, is_chunked
 from ..families.stream import split
 from ..families.table import Family
 from ..grid import Grid

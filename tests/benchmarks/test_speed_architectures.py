@@ -9,7 +9,7 @@ from conftest import EMOJI_SD
 from lab.speed.architectures import ARCHITECTURES, architecture_of, read_architecture
 
 from ppdiffusers_tome import ToMeConfigError
-from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.families.blocks import find_blocks
 from ppdiffusers_tome.grid import Grid
 
 # Parameters of the published UNets: model cards and `sum(p.numel())` in diffusers.

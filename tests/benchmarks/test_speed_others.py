@@ -13,7 +13,7 @@ from lab.speed.workloads import Workload
 from speed_results import config, open_backend, tiny
 from top_block import build_transformer
 
-from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.families.blocks import find_blocks
 
 
 def test_the_built_in_merges_as_tomesd_with_fixed_dst_at_the_ratios_that_it_allows():

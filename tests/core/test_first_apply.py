@@ -10,7 +10,7 @@ from test_rotary import COG_2B, OF_FLUX
 from test_transformers import dit, draw, sd3
 
 from ppdiffusers_tome import apply_tome, remove_tome
-from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.families.blocks import find_blocks
 
 # ppdiffusers' pipelines warn about their deprecated arguments and classes.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -11,7 +11,7 @@ from ppdiffusers_tome.attach import passes
 from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.export import export as export_module
-from ppdiffusers_tome.families.models import vae_factor
+from ppdiffusers_tome.families.pipelines import vae_factor
 from ppdiffusers_tome.inference import OnnxRuntime, OpenVinoRuntime, PaddleRuntime, export_pipeline, read_manifest
 from ppdiffusers_tome.methods.steps import PLAIN_STEPS
 from ppdiffusers_tome.methods.turns import turn_table
