@@ -16,7 +16,7 @@ from ..families.table import Family
 from ..methods.plan import MergePlan
 from .forward import Wrap
 from .layers import MergeWrap, check_mask
-from .passes import PerThread
+from .state import PerThread
 
 
 class Keys:
