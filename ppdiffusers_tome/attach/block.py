@@ -1,7 +1,7 @@
 """The wrap of a block, which makes its plan, and those of the layers inside it, which move tokens by the plan."""
 
 import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 import paddle
 from paddle import nn
@@ -15,27 +15,13 @@ from ..tensors import constants
 from .forward import Wrap, is_outermost
 from .outer import THROUGH_ITS_MODEL, GridWrap, PassWrap, read_timestep
 from .placement import Placement
-from .state import Attachment, Cache, Pass, PerThread, TimestepOfPass
+from .running import Running, now_running, running
+from .state import Attachment, Cache, Pass, TimestepOfPass
 
 CHUNKED_FEED_FORWARD = (
     "merge_mlp=True cannot be combined with chunked feed-forward layers (enable_forward_chunking(), "
     "set_chunk_feed_forward()), which get the tokens in pieces: turn chunking off or leave merge_mlp=False."
 )
-
-
-class _Running(NamedTuple):
-    """A block that runs."""
-
-    layer: nn.Layer
-    placement: Placement | None  # what merges in it
-    plan: MergePlan | None  # None if nothing merges
-
-
-class _InThread(PerThread):
-    block: _Running | None = None  # the innermost one
-
-
-_in_thread = _InThread()
 
 
 class BlockWrap(PassWrap):
@@ -80,11 +66,8 @@ class BlockWrap(PassWrap):
                 raise ToMeConfigError(CHUNKED_FEED_FORWARD)
             named = {key: value for key, value in kwargs.items() if key != name}
             plan = self._plan(placement, one, tokens, self._timestep(layer, placement, one, others, named))
-        outer, _in_thread.block = _in_thread.block, _Running(layer, placement, plan)
-        try:
+        with running(Running(layer, placement, plan)):
             return self.forward(layer, *args, **kwargs)
-        finally:
-            _in_thread.block = outer
 
     def _timestep(
         self, layer: nn.Layer, placement: Placement, one: Pass, args: tuple, kwargs: dict[str, Any]
@@ -171,10 +154,9 @@ class InnerWrap(Wrap):
         Raises:
             ToMePassError: another library's `forward` of the block has left out the wrap of the block.
         """
-        running = _in_thread.block
-        if running is not None and running.layer is self._block:
-            is_merged = running.placement is not None and self._name in running.placement.layers
-            return running.plan if is_merged else None
+        now = now_running()
+        if now.block is self._block:
+            return now.plan if now.placement is not None and self._name in now.placement.layers else None
         if not is_outermost(self._block):
             raise ToMePassError(
                 f"the layers of a {type(self._block).__name__} run without its merging, because another library has "
