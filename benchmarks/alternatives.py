@@ -64,7 +64,7 @@ from ppdiffusers_tome.comparison.similarity import psnr
 from ppdiffusers_tome.export import programs, tracing
 from ppdiffusers_tome.export.conversion import Converter
 from ppdiffusers_tome.export.loading import load_eager_pipeline, model_defaults
-from ppdiffusers_tome.families.models import text_tokens, vae_factor
+from ppdiffusers_tome.families.pipelines import text_tokens, vae_factor
 from ppdiffusers_tome.inference import ProgramFile, Size, export_pipeline, load_pipeline
 from ppdiffusers_tome.run.folder import ExportedFolder
 from ppdiffusers_tome.run.manifest import PlannedProgram

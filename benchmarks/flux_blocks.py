@@ -40,7 +40,7 @@ from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.comparison.clock import gain
 from ppdiffusers_tome.comparison.environment import describe_environment
 from ppdiffusers_tome.comparison.results import write_result
-from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.families.blocks import find_blocks
 from ppdiffusers_tome.grid import Grid
 
 CONFIG = ToMeConfig(0.75)

@@ -30,7 +30,7 @@ from PIL import Image, ImageDraw
 from ppdiffusers import SD3Transformer2DModel
 
 from ppdiffusers_tome import ToMeConfig, apply_tome, remove_tome
-from ppdiffusers_tome.attach import computed, passes
+from ppdiffusers_tome.attach import computed, outer
 from ppdiffusers_tome.comparison.results import write_result
 
 ROOT = Path(__file__).parents[1]
@@ -92,7 +92,7 @@ def switched(model: Any, way: Way) -> Iterator[None]:
         if not way.has_constant:
             stack.enter_context(patch.object(computed, "_scores_of_keys", lambda *_: None))
         if not way.takes_turns:
-            stack.enter_context(patch.object(passes, "turn_at", lambda *_: paddle.zeros([1], "int64")))
+            stack.enter_context(patch.object(outer, "turn_at", lambda *_: paddle.zeros([1], "int64")))
         if way.config is not None:
             apply_tome(model, config=way.config)
             stack.callback(remove_tome, model)

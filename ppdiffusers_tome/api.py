@@ -15,7 +15,7 @@ from .attach.attach import attach, attached_configs, detach, restore
 from .attach.forward import install_forward
 from .config import ToMeConfig, check_names, controlnet_config
 from .errors import ToMeConfigError
-from .families.models import half_on_cpu
+from .families.pipelines import half_on_cpu
 from .summary import tome_summary
 
 PipelineOrModel = TypeVar("PipelineOrModel")

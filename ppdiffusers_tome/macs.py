@@ -15,7 +15,7 @@ from .families.applications import (
     image_keys,
     text_keys,
 )
-from .families.models import MergeableBlock, find_blocks
+from .families.blocks import MergeableBlock, find_blocks
 from .grid import Grid
 
 
@@ -23,7 +23,7 @@ def count_macs(denoiser: nn.Layer, latent: Grid, text: int, frames: int = 1) -> 
     """MACs of one pass of a model without merging, for one image or video.
 
     Args:
-        denoiser: the model; `models.is_countable` must be true for it.
+        denoiser: the model; `applications.is_countable` must be true for it.
         latent: height and width of its latents.
         text: text tokens that attention sees.
         frames: latent frames of a video.

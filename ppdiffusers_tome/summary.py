@@ -11,18 +11,11 @@ from ppdiffusers import DiffusionPipeline
 from .attach.attach import attached_placements
 from .attach.placement import Placement
 from .errors import ToMeConfigError
+from .families.applications import is_countable
+from .families.blocks import MergeableBlock
 from .families.grids import latent_grid
 from .families.kernels import attention_label
-from .families.models import (
-    MergeableBlock,
-    components,
-    count_frames,
-    denoisers,
-    is_countable,
-    text_tokens,
-    vae_factor,
-    why_nothing_merges,
-)
+from .families.pipelines import components, count_frames, denoisers, text_tokens, vae_factor, why_nothing_merges
 from .families.schedules import default_steps, timesteps_of
 from .grid import Grid
 from .macs import count_macs, saved_macs

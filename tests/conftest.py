@@ -28,7 +28,7 @@ from zoo.parts import controlnet as controlnet_of_zoo
 from zoo.parts import unet as unet_of_zoo
 
 import ppdiffusers_tome  # noqa: F401
-from ppdiffusers_tome.attach.passes import BlockWrap
+from ppdiffusers_tome.attach.block import BlockWrap
 
 # OpenVINO imports absl, whose handler closes its stream when uvicorn configures logging: then it must not be pytest's.
 absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__

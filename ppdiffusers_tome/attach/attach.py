@@ -11,32 +11,18 @@ from paddle import nn
 
 from ..config import LAYERS, LEVELS, ToMeConfig
 from ..errors import NoMergeableLayerError, ToMeConfigError
-from ..families.models import (
-    MergeableBlock,
-    check_not_compiled,
-    denoisers,
-    find_blocks,
-    is_controlnet,
-    layer_components,
-    remove_builtin,
-    why_nothing_merges,
-)
+from ..families.blocks import MergeableBlock, find_blocks, is_controlnet
+from ..families.pipelines import denoisers, layer_components, why_nothing_merges
 from ..grid import Grid
 from .attention import AttentionWrap, ProjectionWrap
+from .block import CHUNKED_FEED_FORWARD, BlockWrap
 from .computed import ComputedAttentionWrap
+from .conflicts import check_not_compiled, remove_builtin
 from .forward import ensure, remove, wrap_of
 from .layers import MergeWrap
-from .passes import (
-    CHUNKED_FEED_FORWARD,
-    Applied,
-    Attachment,
-    BlockWrap,
-    GridWrap,
-    PassWrap,
-    TimestepWrap,
-    TransformerWrap,
-)
+from .outer import GridWrap, PassWrap, TimestepWrap, TransformerWrap
 from .placement import Placement, placements
+from .state import Applied, Attachment
 
 Before = list[tuple[nn.Layer, ToMeConfig | None]]
 

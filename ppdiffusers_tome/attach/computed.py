@@ -17,12 +17,12 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from ..errors import ToMePassError
-from ..families.models import MergeableBlock
+from ..families.blocks import MergeableBlock
 from ..families.stream import Stream, Text, join, split
 from ..families.table import Attention, Projections
 from ..methods.plan import MergePlan
 from ..tensors import cast
-from .passes import InnerWrap
+from .block import InnerWrap
 
 CHANNELS = 8  # further ones of heads: kernels of attention want a multiple of it
 MASKED = -1e4  # added to the scores of masked keys: their weight is 0, and no kernel multiplies 0 by infinity

@@ -6,7 +6,7 @@ import paddle
 from paddle import nn
 
 from ..errors import ToMePassError
-from .passes import InnerWrap
+from .block import InnerWrap
 
 
 class MergeWrap(InnerWrap):

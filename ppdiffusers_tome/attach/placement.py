@@ -6,7 +6,7 @@ from paddle import nn
 
 from ..config import LAYERS, ToMeConfig
 from ..errors import ToMeConfigError
-from ..families.models import MergeableBlock, find_blocks
+from ..families.blocks import MergeableBlock, find_blocks
 from ..families.stream import Text
 from ..grid import Grid
 from ..methods import DEFAULT_METHOD, METHODS

@@ -17,7 +17,7 @@ from ppdiffusers import DiffusionPipeline
 
 from .._version import __version__
 from ..errors import ToMeExportError
-from ..families.models import vae_factor
+from ..families.pipelines import vae_factor
 from ..families.schedules import default_steps, timesteps_of
 from ..run.defaults import ModelDefaults, read_defaults
 from ..run.manifest import ProgramFile, Size, ratio_name

@@ -17,7 +17,7 @@ from ppdiffusers import DiffusionPipeline
 from .._version import __version__
 from ..attach.attach import attach, detach
 from ..config import ToMeConfig
-from ..families.models import text_tokens, vae_factor
+from ..families.pipelines import text_tokens, vae_factor
 from ..replacement import replacing
 from ..run.defaults import DEFAULTS
 from ..run.folder import ONNX_WEIGHTS, FileFacts, sha256

@@ -8,7 +8,7 @@ from ppdiffusers import ControlNetModel, DiffusionPipeline
 from ..attach.attach import config_of
 from ..errors import ToMeConfigError, ToMeExportError
 from ..families.grids import latent_grid
-from ..families.models import vae_factor
+from ..families.pipelines import vae_factor
 from ..run.manifest import READERS, TEXT_ENCODERS, Size
 from ..run.models import ExportedUNet
 from .request import STEP, DenoiserMerging, check_multiple

@@ -11,7 +11,7 @@ from ppdiffusers import ControlNetModel, DiffusionPipeline, StableDiffusionContr
 
 from ..errors import ToMeConfigError, ToMeExportError
 from ..families.grids import latent_grid
-from ..families.models import vae_factor
+from ..families.pipelines import vae_factor
 from ..hub import check_hub_name, download_index
 from ..run.defaults import ModelDefaults, read_defaults
 from ..run.manifest import MANIFEST

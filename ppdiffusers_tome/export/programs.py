@@ -14,8 +14,8 @@ import paddle
 from paddle import nn
 from paddle.static import InputSpec
 
+from ..families.blocks import find_blocks
 from ..families.kernels import use_ordinary_attention
-from ..families.models import find_blocks
 
 # Random inputs for the comparison with eager. They have the scale of real inputs, because rounding depends on it.
 Sample = Callable[[np.random.RandomState, tuple[int, ...]], np.ndarray]

@@ -5,16 +5,24 @@ from collections.abc import Iterator
 from paddle import nn
 
 from ..grid import Grid
+from .blocks import MergeableBlock, find_blocks, is_one_of
 from .grids import grid_at, level_of
-from .models import MergeableBlock, find_blocks
 from .stream import Text
+
+
+def is_countable(denoiser: nn.Layer) -> bool:
+    """Whether the MACs of all layers of a model follow from their shapes and places."""
+    families = {id(block.family): block.family for block in find_blocks(denoiser)}.values()
+    has_more = any(getattr(denoiser, name, None) not in (None, False) for f in families for name in f.uncounted)
+    is_counted = all(f.text_tokens is not None or is_one_of(denoiser, f.counted) for f in families)
+    return bool(families) and is_counted and not has_more
 
 
 def applications_of_layers(denoiser: nn.Layer, latent: Grid, text: int, frames: int) -> Iterator[tuple[nn.Layer, int]]:
     """The linear layers and convolutions of a denoiser outside layers that can merge, and how often each is applied.
 
     Args:
-        denoiser: the model; `models.is_countable` must be true for it.
+        denoiser: the model; `is_countable` must be true for it.
         latent: height and width of its latents.
         text: text tokens that attention sees.
         frames: latent frames of a video.

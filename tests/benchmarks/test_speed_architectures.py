@@ -6,7 +6,7 @@ import paddle
 import pytest
 from lab.speed.architectures import ARCHITECTURES
 
-from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.families.blocks import find_blocks
 
 # Parameters of the published UNets: model cards and `sum(p.numel())` in diffusers.
 PARAMETERS = {"sd15": 859_520_964, "sdxl": 2_567_463_684}

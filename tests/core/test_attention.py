@@ -24,7 +24,7 @@ from zoo.transformers import sd3
 from zoo.videos import CrossFrameAttention
 
 from ppdiffusers_tome import Grid, ToMeConfigError, ToMePassError, merge, unmerge
-from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.families.blocks import find_blocks
 
 TOLERANCE = 5e-6  # float32 sums of up to 256 terms in another order, outputs of size 3
 METHODS = pytest.mark.parametrize("method", ["interlace", "tomesd"])

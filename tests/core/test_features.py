@@ -21,7 +21,7 @@ from zoo import ZOO, generate, parts
 from zoo.noise import noise
 
 from ppdiffusers_tome import MergePlan, ToMeConfigError
-from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.families.blocks import find_blocks
 from ppdiffusers_tome.methods import METHODS
 
 pytestmark = [

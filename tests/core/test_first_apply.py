@@ -10,7 +10,7 @@ from test_rotary import COG_2B, OF_FLUX
 from test_transformers import dit, draw, sd3
 
 from ppdiffusers_tome import apply_tome, remove_tome
-from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.families.blocks import find_blocks
 
 # ppdiffusers' pipelines warn about their deprecated arguments and classes.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -103,12 +103,15 @@ def test_another_thread_applies_it_first(model_and_pass):
     np.testing.assert_array_equal(once(), merged)
 
 
-def test_a_block_inside_a_block_leaves_the_plan_of_the_outer_one(unet):
+@pytest.mark.parametrize(
+    ("path", "settings"), [("attn2", {"method": "tomesd", "merge_mlp": True}), ("attn1.to_q", {})], ids=str
+)
+def test_a_block_inside_a_block_leaves_the_plan_and_the_keys_of_the_outer_one(unet, path, settings):
     """As a ControlNet that a hook of a UNet's block calls: after it, the rest of the block merges."""
-    expected = run(unet.apply_tome(method="tomesd", merge_mlp=True))
+    expected = run(unet.apply_tome(**settings))
     other = make_unet()
-    other.apply_tome(method="tomesd")
-    layer = find_blocks(unet)[0].block.attn2
+    other.apply_tome()
+    layer = dict(find_blocks(unet)[0].block.named_sublayers())[path]
 
     def call_other(*_):
         other(**inputs())  # not `run`, whose no_grad cannot be entered twice

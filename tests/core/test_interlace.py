@@ -15,7 +15,7 @@ from zoo.transformers import dit
 
 from ppdiffusers_tome import Grid, MergePlan, ToMeConfig, ToMeConfigError, merge
 from ppdiffusers_tome.attach.placement import placements
-from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.families.blocks import find_blocks
 from ppdiffusers_tome.methods.interlace import INTERLACE, offset_of, remaining
 from ppdiffusers_tome.methods.plan import Turn, turn_at
 from ppdiffusers_tome.methods.turns import LAST_TIMESTEP, TURNS, turn_table

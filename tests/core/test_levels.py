@@ -6,8 +6,8 @@ import pytest
 from conftest import THREE_LEVELS, make_unet, run
 
 from ppdiffusers_tome import Grid, NoMergeableLayerError, tome_summary
+from ppdiffusers_tome.families.blocks import find_blocks
 from ppdiffusers_tome.families.grids import grid_at, level_of
-from ppdiffusers_tome.families.models import find_blocks
 
 
 def record_grids(model, layers, h, w):

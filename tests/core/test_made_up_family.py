@@ -11,8 +11,8 @@ from paddle import nn
 from zoo.noise import noise
 
 from ppdiffusers_tome import Grid, ToMeConfigError, apply_tome, remove_tome
-from ppdiffusers_tome.families import models
-from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.families import blocks
+from ppdiffusers_tome.families.blocks import find_blocks
 from ppdiffusers_tome.families.stream import Text
 from ppdiffusers_tome.families.table import Attention, Block, Family
 
@@ -87,7 +87,7 @@ def make(monkeypatch, layout=Text.LAST, is_fused=False, block=None, **facts):
         "only_processor": "OwnAttention",
         **facts,
     }
-    monkeypatch.setattr(models, "FAMILIES", [*models.FAMILIES, Family(**entry)])
+    monkeypatch.setattr(blocks, "FAMILIES", [*blocks.FAMILIES, Family(**entry)])
     return model
 
 

@@ -14,7 +14,7 @@ from ppdiffusers.models.attention_processor import (
 )
 
 from ppdiffusers_tome import ToMePassError
-from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.families.blocks import find_blocks
 
 PROCESSORS = [AttnProcessor, AttnProcessor2_5, XFormersAttnProcessor, partial(SlicedAttnProcessor, 1)]
 

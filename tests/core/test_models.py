@@ -6,8 +6,9 @@ from conftest import THREE_LEVELS, make_unet
 from ppdiffusers.models.attention import BasicTransformerBlock
 
 from ppdiffusers_tome import Grid, ToMePassError
+from ppdiffusers_tome.families.blocks import find_blocks
 from ppdiffusers_tome.families.grids import token_grid
-from ppdiffusers_tome.families.models import denoisers, find_blocks
+from ppdiffusers_tome.families.pipelines import denoisers
 
 
 def test_blocks_have_index_level_and_path():

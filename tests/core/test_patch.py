@@ -27,7 +27,7 @@ from zoo.transformers import sd3, sd3_controlnet
 import ppdiffusers_tome
 from ppdiffusers_tome import Grid, NoMergeableLayerError, ToMeConfig, ToMeConfigError, ToMePassError, match_tokens
 from ppdiffusers_tome.attach import attach, forward
-from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.families.blocks import find_blocks
 from ppdiffusers_tome.methods import DEFAULT_METHOD, METHODS
 from ppdiffusers_tome.methods.turns import turn_table
 

@@ -14,9 +14,10 @@ from reference import dst_positions
 
 from ppdiffusers_tome import Grid, ToMeConfig, choose_dst
 from ppdiffusers_tome.attach.attach import attached_placements
+from ppdiffusers_tome.attach.block import BlockWrap
 from ppdiffusers_tome.attach.forward import wrap_of
-from ppdiffusers_tome.attach.passes import MAX_CACHED, BlockWrap
-from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.attach.state import MAX_CACHED
+from ppdiffusers_tome.families.blocks import find_blocks
 from ppdiffusers_tome.methods import METHODS, matching, todo
 from ppdiffusers_tome.methods.turns import turn_table
 

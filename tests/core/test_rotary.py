@@ -19,7 +19,7 @@ from zoo.rotary import CHANNELS, FRAMES, HEADS, LATENTS, STATES, TEXT, WIDTH
 from ppdiffusers_tome import Grid, ToMePassError, apply_tome, remove_tome, tome_summary
 from ppdiffusers_tome.attach.attach import attached_placements
 from ppdiffusers_tome.attach.forward import wrap_of
-from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.families.blocks import find_blocks
 from ppdiffusers_tome.families.stream import Text
 from ppdiffusers_tome.families.table import FAMILIES as TABLE
 

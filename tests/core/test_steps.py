@@ -11,7 +11,7 @@ from test_transformers import FAMILIES, draw
 from zoo.transformers import dit, pixart, sd3
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
-from ppdiffusers_tome.attach import passes
+from ppdiffusers_tome.attach import block, outer
 from ppdiffusers_tome.families.schedules import timesteps_of
 from ppdiffusers_tome.methods.plan import Choice, turn_at
 from ppdiffusers_tome.methods.steps import PLAIN_STEPS, PLAIN_STEPS_OF_FLOWS, is_level
@@ -159,8 +159,9 @@ def test_transformers_read_their_own_kind_of_timestep(make, first, middle, last,
 
 def test_a_pass_reads_its_timestep_once(monkeypatch):
     """On a GPU reading it waits for the device."""
-    read, read_timestep = [], passes.read_timestep
-    monkeypatch.setattr(passes, "read_timestep", lambda *given: read.append(given) or read_timestep(*given))
+    read, read_timestep = [], outer.read_timestep
+    for module in (outer, block):
+        monkeypatch.setattr(module, "read_timestep", lambda *given: read.append(given) or read_timestep(*given))
     for make in (make_unet, dit):
         model = make().apply_tome()
         run(model, timestep=500) if make is make_unet else draw(make, model)

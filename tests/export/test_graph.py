@@ -19,7 +19,7 @@ from ppdiffusers_tome import Grid, ToMeConfig, ToMeExportError, tome_summary
 from ppdiffusers_tome.attach.attach import attached_placements
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.export import tracing
-from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.families.blocks import find_blocks
 from ppdiffusers_tome.graph.indices import InterlacedKeys, KeysByTable
 from ppdiffusers_tome.graph.model_files import read_program
 from ppdiffusers_tome.graph.nodes import Nodes, TimestepNodes

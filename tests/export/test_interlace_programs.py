@@ -7,11 +7,11 @@ from conftest import tiny_pipeline
 from program_reader import read_program
 
 from ppdiffusers_tome import ToMeConfig
-from ppdiffusers_tome.attach import passes
+from ppdiffusers_tome.attach import outer
 from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.export import export as export_module
-from ppdiffusers_tome.families.models import vae_factor
+from ppdiffusers_tome.families.pipelines import vae_factor
 from ppdiffusers_tome.inference import OnnxRuntime, OpenVinoRuntime, PaddleRuntime, export_pipeline, read_manifest
 from ppdiffusers_tome.methods.steps import PLAIN_STEPS
 from ppdiffusers_tome.methods.turns import turn_table
@@ -71,7 +71,7 @@ def test_a_program_equals_eager_in_every_turn(runtime, folder, monkeypatch):
             of_plain = plain(**inputs, return_dict=False)[0].numpy()
         difference = np.abs(actual.numpy() - of_plain).max() / np.abs(of_plain).max()
         assert difference < 1e-5 if PLAIN_STEPS.count([timestep]) else difference > 1e-4
-    monkeypatch.setattr(passes, "turn_at", lambda *_: paddle.zeros([1], "int64"))
+    monkeypatch.setattr(outer, "turn_at", lambda *_: paddle.zeros([1], "int64"))
     with paddle.no_grad():
         in_another_turn = unet(**inputs, return_dict=False)[0].numpy()
     assert np.abs(in_another_turn - expected).max() > 1e-4 * np.abs(expected).max(), "far more than the tolerance"

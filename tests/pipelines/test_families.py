@@ -23,7 +23,7 @@ from zoo.images import IMAGE, INPAINT, TEXT, UNET, ip_adapter, prior
 from zoo.parts import HIDDEN, controlnet, image, unet
 
 from ppdiffusers_tome import NoMergeableLayerError
-from ppdiffusers_tome.families.models import denoisers, layer_components
+from ppdiffusers_tome.families.pipelines import denoisers, layer_components
 
 # ppdiffusers' pipelines warn about deprecated arguments and classes, and Paddle 3 about their code.
 pytestmark = [

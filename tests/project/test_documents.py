@@ -22,7 +22,7 @@ from zoo import ZOO
 
 import ppdiffusers_tome
 from ppdiffusers_tome import ToMeConfig, cli, config, grid, inference, wording
-from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.families.blocks import find_blocks
 from ppdiffusers_tome.methods import METHODS, matching, plan
 
 RESULTS = ROOT / "benchmarks" / "results"

@@ -4,7 +4,7 @@ import paddle
 from paddle import nn
 from ppdiffusers.models.lora import LoRALinearLayer
 
-from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.families.blocks import find_blocks
 
 
 class Adapted(nn.Layer):

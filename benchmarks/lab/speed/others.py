@@ -9,7 +9,7 @@ from ppdiffusers.patches import tomesd_patch_utils as builtin
 
 from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.attach.placement import placements
-from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.families.blocks import find_blocks
 
 
 def built_in_arguments(denoiser: nn.Layer, config: ToMeConfig) -> dict[str, Any]:

@@ -1,0 +1,175 @@
+"""The wraps of layers outside of blocks: they begin a pass, and read its timestep and its token grids.
+
+A pass begins when one of the layers that come first in a model runs again. Where a later layer is the first that runs
+with a wrap, as after the first `apply_tome`, its pass began without merging, and stays plain.
+"""
+
+from typing import Any
+
+import paddle
+from paddle import nn
+
+from ..config import ToMeConfig
+from ..errors import ToMePassError
+from ..families.blocks import MergeableBlock
+from ..families.grids import token_grid
+from ..families.table import Family
+from ..grid import Grid
+from ..methods.plan import turn_at
+from ..methods.steps import plain_steps_of
+from ..methods.turns import turn_table
+from ..tensors import constants, first_number
+from .forward import Wrap
+from .state import Attachment, Cache, Pass, Records, TimestepOfPass
+
+THROUGH_ITS_MODEL = "call it through its model, or remove_tome() first"
+
+
+class PassWrap(Wrap):
+    """Wrap of a layer that knows to which pass a call of it belongs.
+
+    Args:
+        attachment: of the denoiser.
+    """
+
+    is_recomputed = False  # whether gradient checkpointing may run the layer again without what came before it
+    is_first = False  # whether the layer is one of those that come first in a model
+
+    def __init__(self, attachment: Attachment) -> None:
+        self.attachment = attachment
+        self.records = Records()
+
+    def is_like(self, other: "PassWrap") -> bool:
+        return self.attachment is other.attachment
+
+    def begins(self, before: Pass) -> bool:
+        """Whether a pass begins when the layer runs again after a pass in which it ran."""
+        return False
+
+    def enter(self, layer: nn.Layer, x: paddle.Tensor) -> Pass:
+        """The pass to which a call with the input x belongs."""
+        attachment, current = self.attachment, self.attachment.current
+        keeps_records = self.is_recomputed and paddle.in_dynamic_mode()
+        is_again = current is not None and self in current.seen
+        known = self.records.find(x) if keeps_records and (current is None or is_again) else None
+        if known is not None:
+            current = attachment.continue_with(known)
+        elif current is None or current.is_joined:
+            if self.is_first:
+                current = attachment.begin()
+            elif current is None:
+                current = attachment.join()
+        elif is_again and self.begins(current):
+            current = attachment.begin()
+        current.seen.add(self)
+        if keeps_records and layer.training:
+            self.records.add(x, current)
+        return current
+
+
+class TimestepWrap(PassWrap):
+    """Wrap of the layer that gets the timestep: read it, once in a pass.
+
+    Args:
+        attachment: of the denoiser.
+        family: of its blocks.
+    """
+
+    def __init__(self, attachment: Attachment, family: Family) -> None:
+        super().__init__(attachment)
+        self._family = family
+        self._tables = Cache()
+
+    is_first = True
+
+    def begins(self, before: Pass) -> bool:
+        return True
+
+    def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
+        timestep = _first(args, kwargs)
+        one = self.enter(layer, timestep)
+        if one.applied is not None and one.applied.config.takes_turns:
+            one.timestep = read_timestep(timestep, one.applied.config, self._family, self._tables)
+        return self.forward(layer, *args, **kwargs)
+
+
+class TransformerWrap(PassWrap):
+    """Wrap of a transformer inside a UNet, which gradient checkpointing may run again as a whole.
+
+    Args:
+        attachment: of the denoiser.
+        is_first: whether no layer before it has a wrap.
+    """
+
+    is_recomputed = True
+
+    def __init__(self, attachment: Attachment, is_first: bool) -> None:
+        super().__init__(attachment)
+        self.is_first = is_first
+
+    def begins(self, before: Pass) -> bool:
+        return True
+
+    def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
+        self.enter(layer, _first(args, kwargs))
+        return self.forward(layer, *args, **kwargs)
+
+
+class GridWrap(PassWrap):
+    """Wrap of a transformer's first layer: read the token grid.
+
+    Args:
+        attachment: of the denoiser.
+        block: one of the transformer.
+        transformer: the wrap of the transformer inside a UNet; None outside UNets.
+    """
+
+    def __init__(self, attachment: Attachment, block: MergeableBlock, transformer: TransformerWrap | None) -> None:
+        super().__init__(attachment)
+        self._family: Family = block.family
+        self._transformer = transformer
+        self.is_first = transformer is None or transformer.is_first
+
+    def begins(self, before: Pass) -> bool:
+        """Unless the wrap of the transformer has begun the pass, which a cache in its place leaves out."""
+        return self._transformer not in before.seen
+
+    def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
+        x = _first(args, kwargs)
+        one = self.enter(layer, x)
+        if one.applied is not None and one.applied.merges:
+            one.grids[self] = token_grid(self._family, layer, x, one.grids.get(self))
+        return self.forward(layer, *args, **kwargs)
+
+    def check(self, grid: Grid, tokens: int) -> None:
+        """Raise ToMePassError unless the tokens of a block are those of a grid, or of the frames of a video."""
+        if tokens != grid.tokens and not (self._family.has_frames and tokens % grid.tokens == 0):
+            raise ToMePassError(
+                f"a block got {tokens} tokens but the feature map was {grid.h}×{grid.w}: {THROUGH_ITS_MODEL}."
+            )
+
+
+def _first(args: tuple, kwargs: dict[str, Any]) -> Any:
+    return args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
+
+
+def read_timestep(timestep: paddle.Tensor, config: ToMeConfig, family: Family, tables: Cache) -> TimestepOfPass:
+    """What follows from a timestep, [B] or one number, with a config. `tables` caches the table of turns by device.
+
+    Where the first and last steps are plain, eager mode decides it in Python, and waits for a GPU to know the value.
+    """
+    with paddle.no_grad():
+        is_eager = paddle.in_dynamic_mode()
+        table = tables.get(paddle.get_device(), _turns) if is_eager else _turns()
+        is_plain: bool | paddle.Tensor = False
+        if config.has_plain_steps:
+            is_plain = plain_steps_of(family.is_flow).include(first_number(timestep))
+            is_plain = bool(is_plain) if is_eager else is_plain
+        turn = turn_at(timestep, table, family.is_flow)
+        return TimestepOfPass(turn, timestep.shape[0] if timestep.ndim else 1, is_plain)
+
+
+@paddle.jit.not_to_static  # not to be computed in the program
+def _turns() -> paddle.Tensor:  # [LAST_TIMESTEP + 1] int64
+    table: paddle.Tensor = constants(turn_table())
+    return table
