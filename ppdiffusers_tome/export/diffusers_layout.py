@@ -20,9 +20,11 @@ from ..errors import ToMeExportError
 from ..families.models import vae_factor
 from ..families.schedules import default_steps, timesteps_of
 from ..run.defaults import ModelDefaults, read_defaults
-from ..run.manifest import ProgramFile, Size, ratio_name
+from ..run.manifest import ProgramFile
 from ..run.onnx_weights import external_places, set_places
+from ..run.ratios import ratio_name
 from ..run.runtime import load_module
+from ..run.sizes import Size
 from ..wording import method_in_words
 from .exportable import is_xl, text_encoders
 from .layouts import MARK, DiffusersLayout

@@ -29,12 +29,12 @@ from ..run.manifest import (
     Manifest,
     PlannedProgram,
     ProgramFile,
-    Size,
     list_programs,
-    ratio_name,
 )
 from ..run.onnx_weights import SharedWeights
 from ..run.paddle_runtime import PaddleRuntime
+from ..run.ratios import ratio_name
+from ..run.sizes import Size
 from . import programs
 from .comparison import Comparison
 from .conversion import Converter

@@ -9,8 +9,9 @@ from ..attach.attach import config_of
 from ..errors import ToMeConfigError, ToMeExportError
 from ..families.grids import latent_grid
 from ..families.models import vae_factor
-from ..run.manifest import READERS, TEXT_ENCODERS, Size
+from ..run.manifest import READERS, TEXT_ENCODERS
 from ..run.models import ExportedUNet
+from ..run.sizes import Size
 from .request import STEP, DenoiserMerging, check_multiple
 
 NEEDED = ("unet", "vae", "scheduler", *TEXT_ENCODERS, "tokenizer", "tokenizer_2", "controlnet")  # components

@@ -40,7 +40,8 @@ from ppdiffusers_tome.inference import (
     parse_size,
     read_manifest,
 )
-from ppdiffusers_tome.run.manifest import PlannedProgram, find_ratio, ratio_name
+from ppdiffusers_tome.run.manifest import PlannedProgram
+from ppdiffusers_tome.run.ratios import find_ratio, ratio_name
 from ppdiffusers_tome.run.runtime import Program
 from ppdiffusers_tome.serving.engine import load_engine
 from ppdiffusers_tome.wording import method_in_words
