@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ppdiffusers import DiffusionPipeline
 
@@ -28,6 +28,9 @@ from ..wording import method_in_words
 from .exportable import is_xl, text_encoders
 from .layouts import MARK, DiffusersLayout
 from .request import DenoiserMerging
+
+if TYPE_CHECKING:
+    from .onnx_interface import Interface
 
 # Pipelines that the loaders know, by their class in ppdiffusers, which has the same name there.
 CLASSES = (
@@ -127,8 +130,7 @@ def write_layout(
     for name, file in files.items():
         part = folder / name
         part.mkdir()
-        outputs = _outputs(name, pipe)
-        write_model(export / file.onnx_files[0], part / "model.onnx", name, outputs, size, vae_factor(pipe), layout)
+        write_model(export / file.onnx_files[0], part / "model.onnx", _interface(name, pipe, size), layout.runtime)
         _write_json(part / "config.json", _config(name, pipe, size, "vae_encoder" in files))
         if layout.format == "openvino":
             convert_model(part)
@@ -147,13 +149,21 @@ def write_layout(
     (folder / "README.md").write_text(_readme(layout, pipe, about), encoding="utf-8")
 
 
-def _outputs(model: str, pipe: DiffusionPipeline) -> tuple[str, ...]:
-    """The names of a model's outputs; if the program has more, they are the states of the text encoder's layers."""
+def _interface(model: str, pipe: DiffusionPipeline, size: Size) -> "Interface":
+    """What the loaders expect of a model's inputs and outputs."""
+    from .onnx_interface import Interface
+
     if model in text_encoders(pipe):
-        layers = range(getattr(pipe, model).config.num_hidden_layers + 1)
-        states = [f"hidden_states.{layer}" for layer in layers] if is_xl(pipe) else []
-        return (*TEXT_OUTPUTS[type(getattr(pipe, model)).__name__], *states)
-    return {"unet": ("out_sample",), "vae_decoder": ("sample",), "vae_encoder": ("mean", "logvar")}[model]
+        outputs = TEXT_OUTPUTS[type(getattr(pipe, model)).__name__]
+        layers = range(getattr(pipe, model).config.num_hidden_layers + 1) if is_xl(pipe) else ()
+        return Interface((*outputs, *(f"hidden_states.{layer}" for layer in layers)))
+    factor = vae_factor(pipe)
+    latents = size.height // factor, size.width // factor
+    if model == "unet":
+        return Interface(("out_sample",), None, {"sample": latents, "out_sample": latents})
+    if model == "vae_decoder":
+        return Interface(("sample",), None, {"latent_sample": latents, "sample": size})
+    return Interface(("mean", "logvar"), "latent_parameters", {"sample": size, "latent_parameters": latents})
 
 
 def convert_model(part: Path) -> None:

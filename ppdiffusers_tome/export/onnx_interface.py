@@ -1,6 +1,8 @@
 """The inputs and outputs of exported ONNX programs as the loaders of the layout "diffusers" expect them."""
 
 import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import onnx
@@ -9,30 +11,45 @@ from onnx import TensorProto, helper
 from ..run.onnx_attention import fuse_attention
 from ..run.onnx_graph import casts
 from ..run.onnx_weights import external_places, set_places
-from ..run.sizes import Size
-from .layouts import DiffusersLayout
-
-IN_PIXELS = {("vae_encoder", "sample"), ("vae_decoder", "sample")}  # all other feature maps are latents
 
 
-def write_model(
-    source: Path, target: Path, model: str, outputs: tuple[str, ...], size: Size, factor: int, layout: DiffusersLayout
-) -> None:
-    """Write one model as the loaders read it, and move its weights beside it."""
+@dataclass(frozen=True)
+class Interface:
+    """What the loaders expect of a model's inputs and outputs.
+
+    Args:
+        outputs: the names of the program's outputs, in their order.
+        joined: the name of one output [B, C, h, w] that has all of these, one after another along its channels; None:
+            they stay as they are.
+        feature_maps: height and width of inputs and outputs [B, C, h, w], by their names.
+    """
+
+    outputs: tuple[str, ...]
+    joined: str | None = None
+    feature_maps: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def write_model(source: Path, target: Path, interface: Interface, runtime: str) -> None:
+    """Write one model as the loaders read it, and move its weights beside it.
+
+    Args:
+        source: the `.onnx` file of an export.
+        target: the one to write.
+        runtime: one of `layouts.RUNTIMES`, whose form of attention the model gets.
+    """
     program = onnx.load(str(source), load_external_data=False)
     graph = program.graph
-    if layout.runtime == "onnxruntime":
+    if runtime == "onnxruntime":
         fuse_attention(program)
-    _rename_outputs(graph, outputs)
-    if model == "vae_encoder":
-        _join_outputs(graph, "latent_parameters")
+    _rename_outputs(graph, interface.outputs)
+    if interface.joined is not None:
+        _join_outputs(graph, interface.joined)
     _skip_casts_of_inputs(program)
     for value in graph.input:
         if value.name == "timestep":
-            _declare_timestep(graph, value, layout.runtime)
+            _declare_timestep(graph, value, runtime)
     for value in (*graph.input, *graph.output):
-        pixels = 1 if (model, value.name) in IN_PIXELS else factor
-        _name_dimensions(value, size.height // pixels, size.width // pixels)
+        _name_dimensions(value, interface.feature_maps.get(value.name, ()))
     weights = target.with_name("model.onnx_data")
     moved = set()
     for tensor in graph.initializer:
@@ -44,7 +61,7 @@ def write_model(
     for name in moved:
         shutil.move(source.with_name(name), weights)  # one file: all weights of a model are in one
     onnx.save(program, str(target))
-    if layout.runtime == "openvino":
+    if runtime == "openvino":
         onnx.checker.check_model(str(target))  # it does not know the operators of ONNX Runtime
 
 
@@ -109,15 +126,14 @@ def _declare_timestep(graph: onnx.GraphProto, value: onnx.ValueInfoProto, runtim
         graph.node.insert(0, node)
 
 
-def _name_dimensions(value: onnx.ValueInfoProto, height: int, width: int) -> None:
-    """Name the dimensions that are dynamic, [batch_size, sequence_length, …]; height and width get their size.
+def _name_dimensions(value: onnx.ValueInfoProto, sides: Sequence[int]) -> None:
+    """Name the dimensions that are dynamic, [batch_size, sequence_length, …]; those of a feature map get its sides.
 
     Optimum derives the shapes of outputs from the names.
     """
-    dims = value.type.tensor_type.shape.dim
-    for axis, dim in enumerate(dims):
+    for axis, dim in enumerate(value.type.tensor_type.shape.dim):
         if dim.dim_value <= 0:
             if axis < 2:
                 dim.dim_param = ("batch_size", "sequence_length")[axis]
             else:
-                dim.dim_value = (height, width)[axis - 2]
+                dim.dim_value = sides[axis - 2]
