@@ -20,24 +20,19 @@ from .sizes import Side, Size
 from .validation import STRICT, first_error
 
 MANIFEST = "tome.json"
-# The folder of each model's config: ppdiffusers reads it from beside a program.
-CONFIGS = {"unet": "unet", "text_encoder": "text_encoder", "text_encoder_2": "text_encoder_2", "vae": "vae_decoder"}
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
-CONTROLNET_CONFIG = "controlnet"
-COPIED = ("tokenizer", "tokenizer_2", "scheduler", "feature_extractor")  # components that are not models
 FORMATS = ("paddle", "onnx")
-# Pipelines that can be exported: ppdiffusers' class that reads the folder without and with a VAE encoder.
-READERS = {
-    "StableDiffusionPipeline": ("PaddleInferStableDiffusionPipeline", "PaddleInferStableDiffusionMegaPipeline"),
-    "StableDiffusionImg2ImgPipeline": (None, "PaddleInferStableDiffusionImg2ImgPipeline"),
-    "StableDiffusionInpaintPipeline": (None, "PaddleInferStableDiffusionInpaintPipeline"),
-    "StableDiffusionControlNetPipeline": 2 * ("PaddleInferStableDiffusionControlNetPipeline",),
-    "StableDiffusionXLPipeline": ("PaddleInferStableDiffusionXLPipeline", "PaddleInferStableDiffusionXLMegaPipeline"),
-    "StableDiffusionXLImg2ImgPipeline": (None, "PaddleInferStableDiffusionXLImg2ImgPipeline"),
-}
-
 DAMAGED = "is damaged, or was written by another version of this package"
 
+# The classes of pipelines that can be exported
+PipelineName: TypeAlias = Literal[
+    "StableDiffusionPipeline",
+    "StableDiffusionImg2ImgPipeline",
+    "StableDiffusionInpaintPipeline",
+    "StableDiffusionControlNetPipeline",
+    "StableDiffusionXLPipeline",
+    "StableDiffusionXLImg2ImgPipeline",
+]
 RelativeDifference: TypeAlias = Annotated[float, AllowInfNan(True)]
 # A path inside the folder: no component is empty or begins with a dot.
 _NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
@@ -176,7 +171,7 @@ class Manifest:
 
     format: Literal[1]  # of tome.json
     name: str  # of the model's folder
-    pipeline: str  # its class in ppdiffusers, e.g. "StableDiffusionPipeline"
+    pipeline: PipelineName  # its class in ppdiffusers
     sizes: Annotated[tuple[Size, ...], Field(min_length=1)]  # in the order of the arguments
     ratios: Annotated[tuple[Ratio, ...], Field(min_length=1)]  # the first is the default
     image_to_image: bool  # whether the VAE's encoder was exported
@@ -319,7 +314,6 @@ def _inconsistent_field(manifest: Manifest) -> str | None:
     paths = {path for file in manifest.programs for path in file.paths}
     merging = [settings for pair in manifest.merging.values() for settings in pair if settings is not None]
     is_consistent = {
-        "pipeline": manifest.pipeline in READERS,
         "residuals": ("ControlNet" in manifest.pipeline) == manifest.controlnet,
         "vae_factor": not any(side % manifest.vae_factor for size in manifest.sizes for side in size),
         "merging": list(manifest.merging) == [ratio_name(ratio) for ratio in manifest.ratios]

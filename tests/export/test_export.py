@@ -10,6 +10,7 @@ import traceback
 import weakref
 from hashlib import sha256
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import paddle
@@ -30,6 +31,7 @@ from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.export import export as export_module
 from ppdiffusers_tome.export import loading, programs, tracing
 from ppdiffusers_tome.export.comparison import TOLERANCE, relative_difference
+from ppdiffusers_tome.export.exportable import READERS
 from ppdiffusers_tome.export.loading import load_eager_pipeline, require_model_folder
 from ppdiffusers_tome.export.request import DenoiserMerging, list_merging, list_sizes
 from ppdiffusers_tome.inference import (
@@ -40,7 +42,7 @@ from ppdiffusers_tome.inference import (
     parse_size,
     read_manifest,
 )
-from ppdiffusers_tome.run.manifest import PlannedProgram
+from ppdiffusers_tome.run.manifest import PipelineName, PlannedProgram
 from ppdiffusers_tome.run.ratios import find_ratio, ratio_name
 from ppdiffusers_tome.run.runtime import Program
 from ppdiffusers_tome.serving.engine import load_engine
@@ -74,6 +76,10 @@ def test_manifest_describes_the_folder(exported_folder):
     assert written == {*manifest.files, "tome.json"}
     with pytest.raises(dataclasses.FrozenInstanceError):
         manifest.ratios = ()
+
+
+def test_pipelines_that_can_be_exported_are_those_that_a_manifest_may_name():
+    assert {*READERS} == {*get_args(PipelineName)}
 
 
 def test_half_precision_weights_are_exported_in_float32(exported_folder, tmp_path):
