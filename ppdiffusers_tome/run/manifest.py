@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import InitVar, asdict, field
+from dataclasses import asdict, field
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -183,19 +183,6 @@ class Manifest:
     versions: dict[str, str]
     programs: tuple[ProgramFile, ...]
     files: dict[InnerPath, FileFacts]  # of tome.json; empty where the programs became a folder of another layout
-    # Fields of earlier releases
-    schedule: InitVar[Any] = None  # null, or the ratio schedule of the export
-    for_gpu: InitVar[bool] = False  # another form of the same merging
-    merge_map: InitVar[bool] = False  # whether there are programs that return which tokens merge
-
-    def __post_init__(self, schedule: Any, for_gpu: bool, merge_map: bool) -> None:
-        if schedule is not None:
-            raise ValueError(f"it has the ratio schedule {schedule!r:.60}, and there are none since release 3.0")
-        if (version := self.versions.get("ppdiffusers_tome", "")).startswith("0."):
-            raise ValueError(f"it is of release {version}, and exports before 1.0 are not read any more")
-        if merge_map:
-            others = tuple(file for file in self.programs if file.model != "merge_map")
-            object.__setattr__(self, "programs", others)
 
     def exported(self, ratio: Any) -> float:
         """The exported ratio that is the same as `ratio`; ToMeConfigError if there is none."""
