@@ -11,7 +11,7 @@ from time import monotonic, sleep
 import httpx
 from PIL import Image
 
-from ppdiffusers_tome.run.manifest import Size
+from ppdiffusers_tome.run.sizes import Size
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.image_engine import ServedModel

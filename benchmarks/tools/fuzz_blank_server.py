@@ -4,7 +4,7 @@ import os
 
 from PIL import Image
 
-from ppdiffusers_tome.run.manifest import Size
+from ppdiffusers_tome.run.sizes import Size
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig
 from ppdiffusers_tome.serving.image_engine import ServedModel

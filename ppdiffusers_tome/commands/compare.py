@@ -28,8 +28,10 @@ from ..export.loading import load_eager_pipeline, model_defaults, pipeline_class
 from ..families.schedules import most_steps
 from ..files import check_writable
 from ..progress import StepLines
-from ..run.manifest import MANIFEST, ExportedMerging, Manifest, Size, parse_size, ratio_name, read_manifest
+from ..run.manifest import MANIFEST, ExportedMerging, Manifest, read_manifest
 from ..run.pipeline import load_pipeline
+from ..run.ratios import ratio_name
+from ..run.sizes import Size, parse_size
 from ..serving.jobs import MAX_SEED, MAX_STEPS
 from ..serving.png import upright_rgb
 from ..serving.prompt_file import model_prompts

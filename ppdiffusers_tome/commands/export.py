@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from ..config import ToMeConfig
 from ..export.layouts import EXPORT_FORMATS, LAYOUTS, RUNTIMES, DiffusersLayout, choose_layout
-from ..run.manifest import Manifest, is_refiner, parse_size, ratio_name
+from ..run.manifest import Manifest, is_refiner
+from ..run.ratios import ratio_name
+from ..run.sizes import parse_size
 from ..serving.prompt_file import PROMPTS
 from ..wording import command_line
 from .image_options import add_command, naming_options

@@ -9,7 +9,8 @@ from pathlib import Path
 from ..errors import ToMeConfigError
 from ..run.defaults import read_defaults
 from ..run.formats import is_gpu
-from ..run.manifest import Manifest, parse_size, read_manifest
+from ..run.manifest import Manifest, read_manifest
+from ..run.sizes import parse_size
 from ..serving.jobs import MAX_STEPS, Job
 from ..serving.limits import Limits
 from ..serving.prompt_file import MAX_CHARACTERS, read_prompts

@@ -19,7 +19,8 @@ from ..cores import usable_cores
 from ..errors import ToMeConfigError, ToMeError, install_command
 from ..run.defaults import read_defaults
 from ..run.formats import is_gpu
-from ..run.manifest import Manifest, parse_size, read_manifest
+from ..run.manifest import Manifest, read_manifest
+from ..run.sizes import parse_size
 from ..serving.app_config import KEY_VARIABLE, LOCAL_HOSTS, AppConfig, dns_name
 from ..serving.image_engine import served_model
 from ..serving.jobs import Job

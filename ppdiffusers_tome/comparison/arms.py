@@ -15,8 +15,9 @@ from ..config import ToMeConfig
 from ..errors import ToMeConfigError
 from ..families.schedules import as_numbers, most_steps, timesteps_of
 from ..methods.steps import PLAIN_STEPS, PlainSteps
-from ..run.manifest import ExportedMerging, Size
+from ..run.manifest import ExportedMerging
 from ..run.models import ExportedUNet
+from ..run.sizes import Size
 from ..summary import ToMeSummary
 from ..wording import merging_in_words
 from .clock import NO_DIFFERENCE, gain, now, order_of_round

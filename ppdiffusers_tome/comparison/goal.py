@@ -9,7 +9,7 @@ from ppdiffusers import DiffusionPipeline
 
 from ..config import ToMeConfig
 from ..errors import ParameterError
-from ..run.manifest import Size
+from ..run.sizes import Size
 from .arms import Figures, summary_at
 
 # The settings that no other beats in both time and distance from plain: benchmarks/alternatives.md.

@@ -20,16 +20,17 @@ from ..errors import ToMeExportError
 from ..families.pipelines import vae_factor
 from ..families.schedules import default_steps, timesteps_of
 from ..run.defaults import ModelDefaults, read_defaults
-from ..run.manifest import ProgramFile, Size, ratio_name
-from ..run.onnx_weights import external_places, set_places
+from ..run.manifest import ProgramFile
+from ..run.ratios import ratio_name
 from ..run.runtime import load_module
+from ..run.sizes import Size
 from ..wording import method_in_words
 from .exportable import is_xl, text_encoders
 from .layouts import MARK, DiffusersLayout
 from .request import DenoiserMerging
 
 if TYPE_CHECKING:
-    import onnx
+    from .onnx_interface import Interface
 
 # Pipelines that the loaders know, by their class in ppdiffusers, which has the same name there.
 CLASSES = (
@@ -43,7 +44,6 @@ TEXT_OUTPUTS = {  # by the class of the text encoder; in SDXL `hidden_states.0`,
     "CLIPTextModel": ("last_hidden_state", "pooler_output"),
     "CLIPTextModelWithProjection": ("text_embeds", "last_hidden_state"),
 }
-IN_PIXELS = {("vae_encoder", "sample"), ("vae_decoder", "sample")}  # all other feature maps are latents
 # Entries of configs that only ppdiffusers has.
 FOREIGN = {"data_format", "down_block_out_channels", "up_block_out_channels", "_ppdiffusers_version", "_name_or_path"}
 TEXT_CONFIG = (  # the entries of transformers' CLIPTextConfig
@@ -124,12 +124,13 @@ def write_layout(
         OSError: the files cannot be written.
         ToMeExportError: OpenVINO cannot convert a model.
     """
+    from .onnx_interface import write_model  # here, because onnx is optional
+
     files = {file.model: file for file in written}
     for name, file in files.items():
         part = folder / name
         part.mkdir()
-        outputs = _outputs(name, pipe)
-        write_model(export / file.onnx_files[0], part / "model.onnx", name, outputs, size, vae_factor(pipe), layout)
+        write_model(export / file.onnx_files[0], part / "model.onnx", _interface(name, pipe, size), layout.runtime)
         _write_json(part / "config.json", _config(name, pipe, size, "vae_encoder" in files))
         if layout.format == "openvino":
             convert_model(part)
@@ -148,131 +149,21 @@ def write_layout(
     (folder / "README.md").write_text(_readme(layout, pipe, about), encoding="utf-8")
 
 
-def _outputs(model: str, pipe: DiffusionPipeline) -> tuple[str, ...]:
-    """The names of a model's outputs; if the program has more, they are the states of the text encoder's layers."""
+def _interface(model: str, pipe: DiffusionPipeline, size: Size) -> "Interface":
+    """What the loaders expect of a model's inputs and outputs."""
+    from .onnx_interface import Interface
+
     if model in text_encoders(pipe):
-        layers = range(getattr(pipe, model).config.num_hidden_layers + 1)
-        states = [f"hidden_states.{layer}" for layer in layers] if is_xl(pipe) else []
-        return (*TEXT_OUTPUTS[type(getattr(pipe, model)).__name__], *states)
-    return {"unet": ("out_sample",), "vae_decoder": ("sample",), "vae_encoder": ("mean", "logvar")}[model]
-
-
-def write_model(
-    source: Path, target: Path, model: str, outputs: tuple[str, ...], size: Size, factor: int, layout: DiffusersLayout
-) -> None:
-    """Write one model as the loaders read it, and move its weights beside it."""
-    import onnx
-
-    from ..run.onnx_attention import fuse_attention
-
-    program = onnx.load(str(source), load_external_data=False)
-    graph = program.graph
-    if layout.runtime == "onnxruntime":
-        fuse_attention(program)
-    _rename_outputs(graph, outputs)
-    if model == "vae_encoder":
-        _join_outputs(graph, "latent_parameters")
-    _skip_casts_of_inputs(program)
-    for value in graph.input:
-        if value.name == "timestep":
-            _declare_timestep(graph, value, layout.runtime)
-    for value in (*graph.input, *graph.output):
-        pixels = 1 if (model, value.name) in IN_PIXELS else factor
-        _name_dimensions(value, size.height // pixels, size.width // pixels)
-    weights = target.with_name("model.onnx_data")
-    moved = set()
-    for tensor in graph.initializer:
-        places = external_places(tensor)
-        if places:
-            moved.add(places["location"])
-            del tensor.external_data[:]
-            set_places(tensor, places | {"location": weights.name})
-    for name in moved:
-        shutil.move(source.with_name(name), weights)  # one file: all weights of a model are in one
-    onnx.save(program, str(target))
-    if layout.runtime == "openvino":
-        onnx.checker.check_model(str(target))  # it does not know the operators of ONNX Runtime
-
-
-def _rename_outputs(graph: "onnx.GraphProto", names: tuple[str, ...]) -> None:
-    renamed = {value.name: name for value, name in zip(graph.output, names, strict=True)}
-    for node in graph.node:
-        node.input[:] = [renamed.get(name, name) for name in node.input]
-        node.output[:] = [renamed.get(name, name) for name in node.output]
-    for value in graph.output:
-        value.name = renamed[value.name]
-
-
-def _join_outputs(graph: "onnx.GraphProto", name: str) -> None:
-    """Concatenate the graph's outputs [B, C, h, w] along their channels, to one output."""
-    from onnx import helper
-
-    graph.node.append(helper.make_node("Concat", [value.name for value in graph.output], [name], axis=1))
-    joined = graph.output[0]
-    joined.name = name
-    joined.type.tensor_type.shape.dim[1].dim_value *= len(graph.output)
-    del graph.output[1:]
-
-
-def _skip_casts_of_inputs(program: "onnx.ModelProto") -> None:
-    """Remove casts of inputs to their own data type.
-
-    OpenVINO removes them too, and then the input has both names, of which loaders read either.
-    """
-    from ..run.onnx_graph import casts
-
-    dtypes = {value.name: value.type.tensor_type.elem_type for value in program.graph.input}
-    outputs = {value.name for value in program.graph.output}
-    kept: list[onnx.NodeProto] = []
-    skipped: dict[str, str] = {}
-    for node in program.graph.node:
-        node.input[:] = [skipped.get(name, name) for name in node.input]
-        dtype = dtypes.get(node.input[0]) if node.op_type == "Cast" else None
-        if dtype is not None and casts(node, dtype) and node.output[0] not in outputs:
-            skipped[node.output[0]] = node.input[0]
-        else:
-            kept.append(node)
-    del program.graph.node[:]
-    program.graph.node.extend(kept)
-
-
-def _declare_timestep(graph: "onnx.GraphProto", value: "onnx.ValueInfoProto", runtime: str) -> None:
-    """Let the timestep, float32 [1], be what the loaders pass: they cast a scheduler's to its type.
-
-    OpenVINO GenAI passes int64 [1]. Optimum passes a scalar, and warns if it has to reshape it; as float32 it has
-    every timestep as the scheduler has it.
-    """
-    from onnx import TensorProto, helper
-
-    name = value.name
-    for node in graph.node:
-        node.input[:] = [f"{name}.float" if other == name else other for other in node.input]
-    if runtime == "openvino":
-        value.type.tensor_type.elem_type = TensorProto.INT64
-        nodes = [helper.make_node("Cast", [name], [f"{name}.float"], to=TensorProto.FLOAT)]
-    else:
-        del value.type.tensor_type.shape.dim[:]
-        one = helper.make_tensor(f"{name}.shape", TensorProto.INT64, [1], [1])
-        nodes = [
-            helper.make_node("Constant", [], [one.name], value=one),
-            helper.make_node("Reshape", [name, one.name], [f"{name}.float"]),
-        ]
-    for node in reversed(nodes):
-        graph.node.insert(0, node)
-
-
-def _name_dimensions(value: "onnx.ValueInfoProto", height: int, width: int) -> None:
-    """Name the dimensions that are dynamic, [batch_size, sequence_length, …]; height and width get their size.
-
-    Optimum derives the shapes of outputs from the names.
-    """
-    dims = value.type.tensor_type.shape.dim
-    for axis, dim in enumerate(dims):
-        if dim.dim_value <= 0:
-            if axis < 2:
-                dim.dim_param = ("batch_size", "sequence_length")[axis]
-            else:
-                dim.dim_value = (height, width)[axis - 2]
+        outputs = TEXT_OUTPUTS[type(getattr(pipe, model)).__name__]
+        layers = range(getattr(pipe, model).config.num_hidden_layers + 1) if is_xl(pipe) else ()
+        return Interface((*outputs, *(f"hidden_states.{layer}" for layer in layers)))
+    factor = vae_factor(pipe)
+    latents = size.height // factor, size.width // factor
+    if model == "unet":
+        return Interface(("out_sample",), None, {"sample": latents, "out_sample": latents})
+    if model == "vae_decoder":
+        return Interface(("sample",), None, {"latent_sample": latents, "sample": size})
+    return Interface(("mean", "logvar"), "latent_parameters", {"sample": size, "latent_parameters": latents})
 
 
 def convert_model(part: Path) -> None:

@@ -21,25 +21,17 @@ from ..families.pipelines import text_tokens, vae_factor
 from ..replacement import replacing
 from ..run.defaults import DEFAULTS
 from ..run.folder import ONNX_WEIGHTS, FileFacts, sha256
-from ..run.manifest import (
-    CONFIGS,
-    CONTROLNET_CONFIG,
-    COPIED,
-    READERS,
-    Manifest,
-    PlannedProgram,
-    ProgramFile,
-    Size,
-    list_programs,
-    ratio_name,
-)
+from ..run.manifest import Manifest, PlannedProgram, ProgramFile, list_programs
 from ..run.onnx_weights import SharedWeights
 from ..run.paddle_runtime import PaddleRuntime
+from ..run.pipeline import CONFIGS, CONTROLNET_CONFIG, COPIED
+from ..run.ratios import ratio_name
+from ..run.sizes import Size
 from . import programs
 from .comparison import Comparison
 from .conversion import Converter
 from .diffusers_layout import check_loadable, write_layout
-from .exportable import applied_merging, check_pipeline, controlnet_of, is_xl, sizes_for, text_encoders
+from .exportable import READERS, applied_merging, check_pipeline, controlnet_of, is_xl, sizes_for, text_encoders
 from .layouts import DiffusersLayout, Layout, choose_layout
 from .programs import Traceable, count_residuals
 from .request import DenoiserMerging, ExportRequest, list_merging, list_sizes, make_configs

@@ -9,11 +9,21 @@ from ..attach.attach import config_of
 from ..errors import ToMeConfigError, ToMeExportError
 from ..families.grids import latent_grid
 from ..families.pipelines import vae_factor
-from ..run.manifest import READERS, TEXT_ENCODERS, Size
+from ..run.manifest import TEXT_ENCODERS
 from ..run.models import ExportedUNet
+from ..run.sizes import Size
 from .request import STEP, DenoiserMerging, check_multiple
 
 NEEDED = ("unet", "vae", "scheduler", *TEXT_ENCODERS, "tokenizer", "tokenizer_2", "controlnet")  # components
+# ppdiffusers' class that reads the folder of a pipeline, without and with a VAE encoder
+READERS: dict[str, tuple[str | None, str]] = {
+    "StableDiffusionPipeline": ("PaddleInferStableDiffusionPipeline", "PaddleInferStableDiffusionMegaPipeline"),
+    "StableDiffusionImg2ImgPipeline": (None, "PaddleInferStableDiffusionImg2ImgPipeline"),
+    "StableDiffusionInpaintPipeline": (None, "PaddleInferStableDiffusionInpaintPipeline"),
+    "StableDiffusionControlNetPipeline": 2 * ("PaddleInferStableDiffusionControlNetPipeline",),
+    "StableDiffusionXLPipeline": ("PaddleInferStableDiffusionXLPipeline", "PaddleInferStableDiffusionXLMegaPipeline"),
+    "StableDiffusionXLImg2ImgPipeline": (None, "PaddleInferStableDiffusionXLImg2ImgPipeline"),
+}
 
 
 def check_pipeline(pipe: DiffusionPipeline) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 from ..config import ToMeConfig, check_names, controlnet_config
 from ..errors import ParameterError, ToMeConfigError, ToMeExportError
 from ..replacement import check_replaceable, restore
-from ..run.manifest import MANIFEST, Size, ratio_name
+from ..run.manifest import MANIFEST
+from ..run.ratios import ratio_name
+from ..run.sizes import Size
 from .conversion import check_converter
 from .layouts import DiffusersLayout, Layout, has_diffusers_layout
 

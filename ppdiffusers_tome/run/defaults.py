@@ -6,7 +6,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ..errors import ToMeConfigError
-from .manifest import STRICT, first_error
+from .validation import STRICT, first_error
 
 DEFAULTS = "defaults.json"  # in a model's folder, and copied to its export
 

@@ -2,71 +2,41 @@
 
 import dataclasses
 import json
-import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import InitVar, asdict, field
-from numbers import Real
+from dataclasses import asdict, field
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AllowInfNan, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AllowInfNan, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ..config import DEFAULTS
-from ..errors import ParameterError, ToMeConfigError, ToMeExportError
+from ..errors import ToMeConfigError, ToMeExportError
 from ..replacement import earlier_folder
 from ..wording import method_in_words, settings_in_words
 from .folder import ONNX_WEIGHTS, ExportedFolder, FileFacts
+from .ratios import Ratio, find_ratio, is_ratio, ratio_name
+from .sizes import Side, Size
+from .validation import STRICT, first_error
 
 MANIFEST = "tome.json"
-# The folder of each model's config: ppdiffusers reads it from beside a program.
-CONFIGS = {"unet": "unet", "text_encoder": "text_encoder", "text_encoder_2": "text_encoder_2", "vae": "vae_decoder"}
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
-CONTROLNET_CONFIG = "controlnet"
-COPIED = ("tokenizer", "tokenizer_2", "scheduler", "feature_extractor")  # components that are not models
 FORMATS = ("paddle", "onnx")
-STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-# Pipelines that can be exported: ppdiffusers' class that reads the folder without and with a VAE encoder.
-READERS = {
-    "StableDiffusionPipeline": ("PaddleInferStableDiffusionPipeline", "PaddleInferStableDiffusionMegaPipeline"),
-    "StableDiffusionImg2ImgPipeline": (None, "PaddleInferStableDiffusionImg2ImgPipeline"),
-    "StableDiffusionInpaintPipeline": (None, "PaddleInferStableDiffusionInpaintPipeline"),
-    "StableDiffusionControlNetPipeline": 2 * ("PaddleInferStableDiffusionControlNetPipeline",),
-    "StableDiffusionXLPipeline": ("PaddleInferStableDiffusionXLPipeline", "PaddleInferStableDiffusionXLMegaPipeline"),
-    "StableDiffusionXLImg2ImgPipeline": (None, "PaddleInferStableDiffusionXLImg2ImgPipeline"),
-}
-
 DAMAGED = "is damaged, or was written by another version of this package"
 
-Side: TypeAlias = Annotated[int, Field(ge=1, le=99_999)]
-Ratio: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+# The classes of pipelines that can be exported
+PipelineName: TypeAlias = Literal[
+    "StableDiffusionPipeline",
+    "StableDiffusionImg2ImgPipeline",
+    "StableDiffusionInpaintPipeline",
+    "StableDiffusionControlNetPipeline",
+    "StableDiffusionXLPipeline",
+    "StableDiffusionXLImg2ImgPipeline",
+]
 RelativeDifference: TypeAlias = Annotated[float, AllowInfNan(True)]
 # A path inside the folder: no component is empty or begins with a dot.
 _NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
 InnerPath: TypeAlias = Annotated[str, Field(pattern=f"^{_NAME}(/{_NAME}){{0,9}}$")]
-
-
-class Size(NamedTuple):
-    """Height and width of an image in pixels, in ppdiffusers' order; as text "WIDTHxHEIGHT", the usual order."""
-
-    height: Side
-    width: Side
-
-    def __str__(self) -> str:
-        return f"{self.width}x{self.height}"
-
-
-def parse_size(text: str) -> Size:
-    """The size of "WIDTHxHEIGHT", or of one number for a square.
-
-    Raises:
-        ToMeConfigError: the text is neither.
-    """
-    sides = re.fullmatch("([1-9][0-9]{0,4})(?:x([1-9][0-9]{0,4}))?", str(text).lower())
-    if sides is None:
-        rule = "it must be WIDTHxHEIGHT, or one number for a square, in pixels, such as 512x768 or 512."
-        raise ParameterError("size", text, rule)
-    return Size(int(sides[2] or sides[1]), int(sides[1]))
 
 
 Settings: TypeAlias = dict[str, Any]  # by name, as the file has them: an earlier release may have had others
@@ -201,7 +171,7 @@ class Manifest:
 
     format: Literal[1]  # of tome.json
     name: str  # of the model's folder
-    pipeline: str  # its class in ppdiffusers, e.g. "StableDiffusionPipeline"
+    pipeline: PipelineName  # its class in ppdiffusers
     sizes: Annotated[tuple[Size, ...], Field(min_length=1)]  # in the order of the arguments
     ratios: Annotated[tuple[Ratio, ...], Field(min_length=1)]  # the first is the default
     image_to_image: bool  # whether the VAE's encoder was exported
@@ -213,19 +183,6 @@ class Manifest:
     versions: dict[str, str]
     programs: tuple[ProgramFile, ...]
     files: dict[InnerPath, FileFacts]  # of tome.json; empty where the programs became a folder of another layout
-    # Fields of earlier releases
-    schedule: InitVar[Any] = None  # null, or the ratio schedule of the export
-    for_gpu: InitVar[bool] = False  # another form of the same merging
-    merge_map: InitVar[bool] = False  # whether there are programs that return which tokens merge
-
-    def __post_init__(self, schedule: Any, for_gpu: bool, merge_map: bool) -> None:
-        if schedule is not None:
-            raise ValueError(f"it has the ratio schedule {schedule!r:.60}, and there are none since release 3.0")
-        if (version := self.versions.get("ppdiffusers_tome", "")).startswith("0."):
-            raise ValueError(f"it is of release {version}, and exports before 1.0 are not read any more")
-        if merge_map:
-            others = tuple(file for file in self.programs if file.model != "merge_map")
-            object.__setattr__(self, "programs", others)
 
     def exported(self, ratio: Any) -> float:
         """The exported ratio that is the same as `ratio`; ToMeConfigError if there is none."""
@@ -289,32 +246,9 @@ def list_programs(
     return {first.model: first} | {file.name: file for file in others}
 
 
-def ratio_name(ratio: float) -> str:
-    """A ratio in six digits, for names of files and messages. Ratios with the same name are the same ratio."""
-    return f"{ratio + 0.0:g}"  # plus 0.0, because -0.0 is 0
-
-
 def is_refiner(manifest: Manifest) -> bool:
     """Whether an export is SDXL's refiner: it has the second text encoder alone, and needs an image in every call."""
     return "XL" in manifest.pipeline and not manifest.programs_of("text_encoder")
-
-
-def is_ratio(ratio: Any) -> bool:
-    """Whether a value is a number, as a ratio is."""
-    return isinstance(ratio, Real) and not isinstance(ratio, bool)
-
-
-def find_ratio(ratio: Any, ratios: Collection[float]) -> float:
-    """The exported ratio that is the same as `ratio`.
-
-    Raises:
-        ToMeConfigError: there is none; the message lists the exported ones.
-    """
-    for exported in ratios:
-        if is_ratio(ratio) and ratio_name(exported) == ratio_name(ratio):
-            return exported
-    listed = ", ".join(map(ratio_name, ratios))
-    raise ToMeConfigError(f"ratio={ratio!r} was not exported, only {listed}. Export again with this ratio in --ratio.")
 
 
 def read_manifest(folder: str | Path, verify: bool | None = None) -> Manifest:
@@ -367,7 +301,6 @@ def _inconsistent_field(manifest: Manifest) -> str | None:
     paths = {path for file in manifest.programs for path in file.paths}
     merging = [settings for pair in manifest.merging.values() for settings in pair if settings is not None]
     is_consistent = {
-        "pipeline": manifest.pipeline in READERS,
         "residuals": ("ControlNet" in manifest.pipeline) == manifest.controlnet,
         "vae_factor": not any(side % manifest.vae_factor for size in manifest.sizes for side in size),
         "merging": list(manifest.merging) == [ratio_name(ratio) for ratio in manifest.ratios]
@@ -378,13 +311,3 @@ def _inconsistent_field(manifest: Manifest) -> str | None:
         "files": not manifest.files or {*paths, "model_index.json"} <= set(manifest.files),
     }
     return next((name for name, consistent in is_consistent.items() if not consistent), None)
-
-
-def first_error(error: ValidationError, fields: Iterable[str] = ()) -> str:
-    """The first of pydantic's errors in one line: field, reason and value; for an unknown field the known fields."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    where = ".".join(map(str, first["loc"])) + ": " if first["loc"] else ""
-    if first["type"] == "extra_forbidden":
-        return f"{where}there is no such field" + (f"; the fields are {', '.join(fields)}" if fields else "")
-    value = "" if first["type"] in ("json_invalid", "missing", "value_error") else f", not {first['input']!r:.60}"
-    return f"{where}{first['msg'].removeprefix('Value error, ')}{value}"

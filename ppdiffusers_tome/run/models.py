@@ -17,8 +17,10 @@ from ppdiffusers.transformers import CLIPTextModel
 
 from ..errors import ToMeConfigError
 from ..wording import method_in_words
-from .manifest import ExportedMerging, Manifest, ProgramFile, Size, ratio_name
+from .manifest import ExportedMerging, Manifest, ProgramFile
+from .ratios import ratio_name
 from .runtime import Load, Program, return_memory
+from .sizes import Size
 from .stand_in import StandIn
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from pydantic.dataclasses import dataclass
 
 from ..files import write_file
 from .folder import ExportedFolder, file_state, sha256
-from .manifest import STRICT
 from .onnx_weights import OPTIMIZED, SharedWeights, weight_files
+from .validation import STRICT
 
 FORMAT = 3  # increase it when `onnx_attention.fuse_attention`, `onnx_gpu.halve` or the files change
 INDEX, LOCK = "index.json", "lock"

@@ -13,7 +13,7 @@ from ppdiffusers import DiffusionPipeline
 
 from ..errors import ParameterError, ToMeConfigError, ToMeError, ToMeExportError
 from .formats import check_format, default_runtime
-from .manifest import CONFIGS, CONTROLNET_CONFIG, COPIED, MANIFEST, Manifest, open_export
+from .manifest import MANIFEST, Manifest, open_export
 from .models import ExportedControlNet, ExportedTextEncoder, ExportedUNet, ExportedVAE
 from .onnx_runtime import OnnxRuntime
 from .openvino_runtime import OpenVinoRuntime
@@ -21,6 +21,10 @@ from .paddle_runtime import PaddleRuntime
 from .runtime import Load, Runtime
 from .stand_in import NoImageEncoder, refuse_loading
 
+# The folder of each model's config: ppdiffusers reads it from beside a program.
+CONFIGS = {"unet": "unet", "text_encoder": "text_encoder", "text_encoder_2": "text_encoder_2", "vae": "vae_decoder"}
+CONTROLNET_CONFIG = "controlnet"
+COPIED = ("tokenizer", "tokenizer_2", "scheduler", "feature_extractor")  # components that are not models
 RUNTIMES: dict[str, type[Runtime]] = {"paddle": PaddleRuntime, "onnxruntime": OnnxRuntime, "openvino": OpenVinoRuntime}
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request, Response
 
 from .._version import __version__
-from ..run.manifest import Size
+from ..run.sizes import Size
 from . import protocol
 from .api_errors import ApiError, json_response, responses
 from .app_config import AppConfig

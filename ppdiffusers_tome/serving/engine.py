@@ -15,9 +15,10 @@ from ppdiffusers import StableDiffusionXLPipeline as FromTextXL
 from ppdiffusers.image_processor import VaeImageProcessor
 
 from ..errors import ExportChangedError, ToMeConfigError
-from ..run.manifest import Manifest, Size, is_refiner, read_manifest
+from ..run.manifest import Manifest, is_refiner, read_manifest
 from ..run.models import ExportedUNet
 from ..run.pipeline import load_pipeline
+from ..run.sizes import Size
 from .image_engine import DETERMINISTIC, sampler_of
 from .jobs import AbandonedError, GenerationError, Job, JobError
 

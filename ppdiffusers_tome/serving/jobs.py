@@ -10,7 +10,7 @@ from typing import Any
 from PIL import Image
 
 from ..errors import ToMeConfigError, ToMeError
-from ..run.manifest import Size
+from ..run.sizes import Size
 
 MAX_SEED = 2**32 - 1
 MAX_STEPS = 1000  # as many as models are trained with

@@ -23,7 +23,8 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from ..errors import ParameterError, ToMeConfigError
-from ..run.manifest import Size, find_ratio
+from ..run.ratios import find_ratio
+from ..run.sizes import Size
 from .jobs import MAX_SEED, JobError
 
 Model = TypeVar("Model", bound=BaseModel)

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 
 from .._version import __version__
-from ..run.manifest import Size
+from ..run.sizes import Size
 from .image_engine import ImageSource
 from .jobs import Job, JobError
 from .limits import Limits

@@ -10,7 +10,8 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
 
 from ..errors import ToMeConfigError
-from ..run.manifest import STRICT, Size, first_error, parse_size
+from ..run.sizes import Size, parse_size
+from ..run.validation import STRICT, first_error
 from .jobs import Job, make_jobs, seed_after
 from .limits import Limits, bounded, text_type
 

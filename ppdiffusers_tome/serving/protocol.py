@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from ..run.manifest import STRICT, Size
+from ..run.sizes import Size
+from ..run.validation import STRICT
 from .image_engine import ServedModel
 from .limits import WHOLE, Integer, Strength, bounded
 from .tickets import State

@@ -8,8 +8,8 @@ import re
 import shutil
 import traceback
 import weakref
-from hashlib import sha256
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import paddle
@@ -30,6 +30,7 @@ from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.export import export as export_module
 from ppdiffusers_tome.export import loading, programs, tracing
 from ppdiffusers_tome.export.comparison import TOLERANCE, relative_difference
+from ppdiffusers_tome.export.exportable import READERS
 from ppdiffusers_tome.export.loading import load_eager_pipeline, require_model_folder
 from ppdiffusers_tome.export.request import DenoiserMerging, list_merging, list_sizes
 from ppdiffusers_tome.inference import (
@@ -40,7 +41,8 @@ from ppdiffusers_tome.inference import (
     parse_size,
     read_manifest,
 )
-from ppdiffusers_tome.run.manifest import PlannedProgram, find_ratio, ratio_name
+from ppdiffusers_tome.run.manifest import PipelineName, PlannedProgram
+from ppdiffusers_tome.run.ratios import find_ratio, ratio_name
 from ppdiffusers_tome.run.runtime import Program
 from ppdiffusers_tome.serving.engine import load_engine
 from ppdiffusers_tome.wording import method_in_words
@@ -75,6 +77,10 @@ def test_manifest_describes_the_folder(exported_folder):
         manifest.ratios = ()
 
 
+def test_pipelines_that_can_be_exported_are_those_that_a_manifest_may_name():
+    assert {*READERS} == {*get_args(PipelineName)}
+
+
 def test_half_precision_weights_are_exported_in_float32(exported_folder, tmp_path):
     pipe, linked = tiny_pipeline(), unmerged_programs(exported_folder)
     pipe.unet.to(dtype="float16")
@@ -95,68 +101,6 @@ def test_other_methods_are_exported_and_described(tiny, exported_folder, tmp_pat
     assert read == manifest and read.merging == {f"{ratio:g}": 2 * (config.settings(),), "0": (None, None)}
     assert read.methods == {ratio: method_in_words(config), 0.0: ""}
     assert all(value < TOLERANCE for value in manifest.programs[0].parity.values())
-
-
-def test_exports_before_release_1_are_refused(exported_folder, tmp_path):
-    shutil.copytree(exported_folder, tmp_path / "old")
-    data = json.loads((tmp_path / "old" / "tome.json").read_text())
-    data["versions"]["ppdiffusers_tome"] = "0.12.1"
-    (tmp_path / "old" / "tome.json").write_text(json.dumps(data))
-    with pytest.raises(ToMeExportError, match=r"0\.12\.1.* 1\.0 .*export the model again"):
-        load_pipeline(tmp_path / "old")
-
-
-OF_2 = {"max_downsample": None, "sx": 2, "sy": 2, "use_rand": True, "seed": 0, "merge_mlp": False, "min_tokens": 0}
-OF_2 |= {"merge_crossattn": False, "window": 16, "proportional": True, "merge_attn": "asymmetric"}
-OF_3 = OF_2 | {"method": "default", "merge_attn": True}
-
-
-def as_of_earlier(exported_folder, folder, settings):
-    """An export with these settings, which this release does not have, and with fields of an earlier one."""
-    shutil.copytree(exported_folder, folder)
-    data = json.loads((folder / "tome.json").read_text())
-    data["merging"]["0.5"] = [settings, None]
-    data |= {"for_gpu": True, "merge_map": True, "schedule": None}
-    data["programs"].append({"model": "merge_map", "size": [32, 32], "ratio": 0.5, "program": "a.json", "params": "b"})
-    data["files"] |= {"a.json": {"bytes": 0, "sha256": sha256(b"").hexdigest()}}
-    data["files"] |= {"b": {"bytes": 0, "sha256": sha256(b"").hexdigest()}}
-    for name in ("a.json", "b"):
-        (folder / name).touch()
-    (folder / "tome.json").write_text(json.dumps(data))
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (OF_3, "default, window=16, proportional=True"),
-        (OF_3 | {"window": None, "proportional": False, "use_rand": False}, "default, use_rand=False"),
-        (OF_3 | {"method": "kv", "window": 4, "sx": 4, "proportional": False}, "kv, sx=4, window=4"),
-        (
-            OF_2 | {"match": "similarity", "blend": 1.0, "proportional": False, "window": None},
-            "merging of 2.x, merge_attn='asymmetric', match='similarity', blend=1.0",
-        ),
-    ],
-)
-def test_settings_of_a_method_that_is_no_more_are_described(exported_folder, tmp_path, settings, words):
-    """The manifest has them as they are."""
-    settings = {"ratio": 0.5, **settings}
-    manifest = read_manifest(as_of_earlier(exported_folder, tmp_path / "old", settings))
-    assert manifest.merging == {"0.5": (settings, None), "0": (None, None)}
-    assert manifest.methods == {0.5: words, 0.0: ""}
-    assert manifest.programs == read_manifest(exported_folder).programs
-
-
-def test_an_export_of_a_method_that_is_no_more_runs(exported_folder, tmp_path):
-    """Its programs are complete."""
-    images = []
-    for folder in (exported_folder, as_of_earlier(exported_folder, tmp_path / "old", {"ratio": 0.5, **OF_3})):
-        pipe = load_pipeline(folder, threads=1)
-        paddle.seed(0)
-        images.append(pipe("a fox", height=32, width=32, num_inference_steps=1, output_type="np").images)
-    assert pipe.unet.ratio == 0.5 and "ratio 0.5: default, window=16" in str(pipe.tome_summary())
-    np.testing.assert_array_equal(*images)
-    load_engine(folder, threads=1)
 
 
 @pytest.mark.parametrize("settings", ["default", {}, {"ratio": None}, {"ratio": True}])

@@ -34,7 +34,7 @@ from ppdiffusers_tome.commands.serve import load_warm_engine, warm_up_jobs
 from ppdiffusers_tome.errors import install_command
 from ppdiffusers_tome.inference import load_pipeline, read_manifest
 from ppdiffusers_tome.run.defaults import ModelDefaults, read_defaults
-from ppdiffusers_tome.run.manifest import Size
+from ppdiffusers_tome.run.sizes import Size
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig, url_of
 from ppdiffusers_tome.serving.engine import Engine, load_engine, scheduler_failure

@@ -19,7 +19,7 @@ from PIL import Image
 from ppdiffusers_tome import progress
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.inference import read_manifest
-from ppdiffusers_tome.run.manifest import Size
+from ppdiffusers_tome.run.sizes import Size
 from ppdiffusers_tome.serving.engine import load_engine
 from ppdiffusers_tome.serving.jobs import Job
 from ppdiffusers_tome.serving.limits import Limits

@@ -43,7 +43,7 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from ppdiffusers_tome import ToMeConfigError
-from ppdiffusers_tome.run.manifest import Size
+from ppdiffusers_tome.run.sizes import Size
 from ppdiffusers_tome.serving import api_openai, middleware, protocol
 from ppdiffusers_tome.serving.app import FOLDER
 from ppdiffusers_tome.serving.app_config import AppConfig

@@ -30,7 +30,8 @@ from ppdiffusers_tome.commands.serve import warm_up_jobs
 from ppdiffusers_tome.comparison.similarity import psnr
 from ppdiffusers_tome.methods import METHODS
 from ppdiffusers_tome.run.defaults import ModelDefaults, read_defaults
-from ppdiffusers_tome.run.manifest import Size, read_manifest
+from ppdiffusers_tome.run.manifest import read_manifest
+from ppdiffusers_tome.run.sizes import Size
 from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.engine import Engine, load_engine
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from ppdiffusers_tome.run.manifest import Size
+from ppdiffusers_tome.run.sizes import Size
 from ppdiffusers_tome.serving.app import FOLDER
 from ppdiffusers_tome.serving.jobs import Job
 from ppdiffusers_tome.serving.png import encode_png

@@ -9,7 +9,7 @@ from serving_support import FakeEngine, until
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.errors import ExportChangedError, ParameterError
-from ppdiffusers_tome.run.manifest import Size
+from ppdiffusers_tome.run.sizes import Size
 from ppdiffusers_tome.serving import pool as pool_module
 from ppdiffusers_tome.serving.jobs import AbandonedError, EngineLostError, GenerationError, Job, JobError
 from ppdiffusers_tome.serving.pool import EnginePool

@@ -11,7 +11,7 @@ from PIL import Image
 from serving_support import Clock, until
 
 from ppdiffusers_tome.errors import ParameterError
-from ppdiffusers_tome.run.manifest import Size
+from ppdiffusers_tome.run.sizes import Size
 from ppdiffusers_tome.serving import queue as queue_module
 from ppdiffusers_tome.serving import tickets
 from ppdiffusers_tome.serving.jobs import GenerationError, Job, JobError

@@ -24,7 +24,7 @@ from serving_support import MALFORMED_HOSTS, OPENAI, until
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.commands import image_options
-from ppdiffusers_tome.run.manifest import Size
+from ppdiffusers_tome.run.sizes import Size
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE
 from ppdiffusers_tome.serving.jobs import AbandonedError, Job
 from ppdiffusers_tome.serving.prompt_file import Prompt
@@ -388,7 +388,7 @@ def test_lost_node_loses_no_prompt(nodes, exported_folder, tmp_path):
 POISON = """
 import os, json, sys, time
 from PIL import Image
-from ppdiffusers_tome.run.manifest import Size
+from ppdiffusers_tome.run.sizes import Size
 from ppdiffusers_tome.serving.jobs import AbandonedError, EngineLostError, GenerationError, Job
 from ppdiffusers_tome.serving.prompt_file import Prompt
 from ppdiffusers_tome.serving.ray_engines import RayError, RemoteEngine, generate_on_ray, ray_session

@@ -9,7 +9,7 @@ from pathlib import Path
 from PIL import Image, ImageOps
 
 from ppdiffusers_tome.errors import ToMeConfigError
-from ppdiffusers_tome.run.manifest import Size
+from ppdiffusers_tome.run.sizes import Size
 from ppdiffusers_tome.serving.jobs import MAX_SEED, Job, seed_after
 from ppdiffusers_tome.serving.prompt_file import Prompt
 
