@@ -7,13 +7,10 @@ import sys
 import webbrowser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
-
-from PIL import Image
 
 from ..cores import usable_cores
 from ..errors import ToMeConfigError, ToMeError, install_command
@@ -22,7 +19,6 @@ from ..run.formats import is_gpu
 from ..run.manifest import Manifest, parse_size, read_manifest
 from ..serving.app_config import KEY_VARIABLE, LOCAL_HOSTS, AppConfig, dns_name
 from ..serving.image_engine import served_model
-from ..serving.jobs import Job
 from ..serving.limits import Limits
 from .image_options import (
     add_command,
@@ -95,6 +91,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     _check_packages()
     from ..serving.app import create_app
+    from ..serving.engine import load_warm_engine
     from ..serving.prometheus import Metrics
     from ..serving.server import serve
 
@@ -191,37 +188,6 @@ def announce(url: str, has_page: bool = True, opens: bool = False) -> None:
 def _open_page(url: str) -> None:
     if not webbrowser.open(url):
         logger.warning("--open: this machine has no browser: open %s in one that reaches it", url)
-
-
-def load_warm_engine(
-    folder: Path, limits: Limits, guidance_scale: float, settings: dict[str, Any], threads: int | None
-) -> "Engine":
-    """Load an engine with its default program, and warm it up. The queue loads the others while it is idle.
-
-    Paddle's programs are all loaded here: while it creates a predictor it holds Python's global lock, for over a
-    second, and the server could not answer.
-    """
-    from ..serving.engine import load_engine
-
-    programs = [(size, ratio) for size in limits.sizes for ratio in limits.ratios]
-    engine = load_engine(folder, programs, threads=threads, **settings)
-    for job in warm_up_jobs(limits, guidance_scale, engine.fewest_steps):
-        engine.generate([job])
-    while settings["runtime"] == "paddle" and engine.load_next():
-        pass
-    return engine
-
-
-def warm_up_jobs(limits: Limits, guidance_scale: float, steps: int = 2) -> list[Job]:
-    """A small job with the defaults, and one from an image, to run before the server is ready.
-
-    They load the models beside the UNet, whose predictors are created at their first use.
-    """
-    size = limits.sizes[0]
-    job = Job("", size, limits.ratios[0], seed=0, steps=steps, guidance_scale=guidance_scale)
-    if not limits.image_to_image:
-        return [job]
-    return [job, replace(job, image=Image.new("RGB", (size.width, size.height)), strength=1.0)]
 
 
 @contextmanager
