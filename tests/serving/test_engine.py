@@ -502,7 +502,7 @@ def test_empty_key_is_refused(exported_folder, monkeypatch, capsys):
 
 
 def test_model_that_does_not_load_is_an_error():
-    def load() -> FakeEngine:
+    def load(is_unwanted) -> FakeEngine:
         raise ToMeError("broken program")
 
     metrics = Metrics()
