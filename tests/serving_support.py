@@ -143,7 +143,9 @@ def serving(
     """
     engine, metrics = engine or FakeEngine(), Metrics()
     queue_options = {key: options.pop(key) for key in ("capacity", "max_batch", "batch_wait") if key in options}
-    pool = EnginePool(load or (lambda: engine), JobQueue(metrics, **queue_options), metrics, **options)
+    pool = EnginePool(
+        lambda is_unwanted: load() if load else engine, JobQueue(metrics, **queue_options), metrics, **options
+    )
     config = replace(config or AppConfig(steps=2), hosts=("x",))  # the Host header of requests written by hand
     app = create_app(ServedModel(name, engine.sampler, methods or engine.methods, limits), pool, metrics, config)
     listener = listen("127.0.0.1", port)

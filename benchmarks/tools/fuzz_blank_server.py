@@ -31,7 +31,7 @@ class BlankEngine:
 if __name__ == "__main__":
     limits = Limits(sizes=(Size(64, 64),), ratios=(0.5, 0.0), image_to_image=True, images=2, steps=2)
     metrics = Metrics()
-    pool = EnginePool(BlankEngine, JobQueue(metrics, capacity=1000), metrics)
+    pool = EnginePool(lambda is_unwanted: BlankEngine(), JobQueue(metrics, capacity=1000), metrics)
     config = AppConfig(api_key=os.environ.get(KEY_VARIABLE), steps=1, any_model=True)
     model = ServedModel(BlankEngine.name, BlankEngine.sampler, BlankEngine.methods, limits)
     serve(pool, create_app(model, pool, metrics, config), port=0)

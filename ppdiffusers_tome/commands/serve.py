@@ -5,15 +5,12 @@ import logging
 import os
 import sys
 import webbrowser
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
-
-from PIL import Image
+from typing import TYPE_CHECKING
 
 from ..cores import usable_cores
 from ..errors import ToMeConfigError, ToMeError, install_command
@@ -23,7 +20,6 @@ from ..run.manifest import Manifest, read_manifest
 from ..run.sizes import parse_size
 from ..serving.app_config import KEY_VARIABLE, LOCAL_HOSTS, AppConfig, dns_name
 from ..serving.image_engine import served_model
-from ..serving.jobs import Job
 from ..serving.limits import Limits
 from .image_options import (
     add_command,
@@ -40,7 +36,7 @@ logger = logging.getLogger("uvicorn.error")  # that of the server, which writes 
 
 if TYPE_CHECKING:
     from ..serving.engine import Engine
-    from ..serving.image_engine import ImageEngine
+    from ..serving.image_engine import LoadEngine
     from ..serving.pool import EnginePool
     from ..serving.prometheus import Metrics
 
@@ -96,8 +92,9 @@ def add(commands: argparse._SubParsersAction) -> None:
 def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     _check_packages()
     from ..serving.app import create_app
+    from ..serving.engine import load_warm_engine
     from ..serving.prometheus import Metrics
-    from ..serving.server import serve
+    from ..serving.server import listen, serve
 
     manifest = read_manifest(options.model)
     model = served_model(options.model, manifest, limits_of(manifest, options))
@@ -106,12 +103,15 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if config.api_key is None and dns_name(options.host) not in LOCAL_HOSTS:
         print(f"warning: other machines may reach {options.host}, and {KEY_VARIABLE} is not set", file=sys.stderr)
     metrics = Metrics()
-    pool = _make_pool(lambda: load_engine(lambda: pool.is_closed), metrics, options)
-    with naming_options(capacity="--queue"):
-        app = create_app(model, pool, metrics, config)
     settings = {**runtime_settings(manifest, options), "expected": manifest}  # of every engine, whenever it is loaded
     load = partial(load_warm_engine, options.model.resolve(), model.limits, config.guidance_scale, settings)
-    with _open_engines(load, options) as load_engine:
+    load_engine, session = _engines(load, options)
+    pool = _make_pool(load_engine, metrics, options)
+    with naming_options(capacity="--queue"):
+        app = create_app(model, pool, metrics, config)
+    if options.ray:
+        listen(options.host, options.port).close()  # now and not when Ray has started
+    with session:
         on_ready = partial(announce, has_page=config.page, opens=options.open)
         serve(pool, app, options.host, options.port, config.request_seconds, on_ready, config.keep_alive_seconds)
     return 0
@@ -162,7 +162,7 @@ def _app_config(options: argparse.Namespace, limits: Limits) -> AppConfig:
     return config
 
 
-def _make_pool(load: "Callable[[], ImageEngine]", metrics: "Metrics", options: argparse.Namespace) -> "EnginePool":
+def _make_pool(load: "LoadEngine", metrics: "Metrics", options: argparse.Namespace) -> "EnginePool":
     """The engines, which `load` makes, and their queue.
 
     Raises:
@@ -194,67 +194,29 @@ def _open_page(url: str) -> None:
         logger.warning("--open: this machine has no browser: open %s in one that reaches it", url)
 
 
-def load_warm_engine(
-    folder: Path, limits: Limits, guidance_scale: float, settings: dict[str, Any], threads: int | None
-) -> "Engine":
-    """Load an engine with its default program, and warm it up. The queue loads the others while it is idle.
-
-    Paddle's programs are all loaded here: while it creates a predictor it holds Python's global lock, for over a
-    second, and the server could not answer.
-    """
-    from ..serving.engine import load_engine
-
-    programs = [(size, ratio) for size in limits.sizes for ratio in limits.ratios]
-    engine = load_engine(folder, programs, threads=threads, **settings)
-    for job in warm_up_jobs(limits, guidance_scale, engine.fewest_steps):
-        engine.generate([job])
-    while settings["runtime"] == "paddle" and engine.load_next():
-        pass
-    return engine
-
-
-def warm_up_jobs(limits: Limits, guidance_scale: float, steps: int = 2) -> list[Job]:
-    """A small job with the defaults, and one from an image, to run before the server is ready.
-
-    They load the models beside the UNet, whose predictors are created at their first use.
-    """
-    size = limits.sizes[0]
-    job = Job("", size, limits.ratios[0], seed=0, steps=steps, guidance_scale=guidance_scale)
-    if not limits.image_to_image:
-        return [job]
-    return [job, replace(job, image=Image.new("RGB", (size.width, size.height)), strength=1.0)]
-
-
-@contextmanager
-def _open_engines(
+def _engines(
     load: "Callable[[int | None], Engine]", options: argparse.Namespace
-) -> "Iterator[Callable[[Callable[[], bool]], Any]]":
-    """Yield a function that loads an engine, in this process or on Ray.
-
-    Its argument is a function. When that returns True, an engine on Ray is ended.
+) -> "tuple[LoadEngine, AbstractContextManager[None]]":
+    """What makes engines, in this process or on Ray, and the context in which it can.
 
     Args:
         load: loads an engine with the given number of threads.
 
     Raises:
-        ToMeError: --ray, and Ray is not installed or cannot be reached, or a number is not allowed.
+        ToMeError: --ray, and Ray is not installed, or a number is not allowed.
     """
     if not options.ray:
-        yield lambda should_stop: load(options.threads)
-        return
-    ray_engines = import_ray_engines()
-    from ..serving.server import listen
-
-    listen(options.host, options.port).close()  # now and not when Ray has started
+        return lambda is_unwanted: load(options.threads), nullcontext()
     _, max_engines = replicas(options)
     cpus, gpus = options.replica_cpus, 1.0 if is_gpu(options.device) else 0.0
     if cpus is None:
         cpus = max(1.0, usable_cores() / max_engines) if options.ray_address is None else 1.0
     if not cpus >= 0.01:
         raise ToMeConfigError(f"--replica-cpus {cpus} is not allowed: it must be 0.01 or more")
+    ray_engines = import_ray_engines()
     load_there = partial(load, options.threads or max(1, int(cpus)))
-    with ray_engines.ray_session(options.ray_address, max_engines * cpus, max_engines * gpus, shows_logs=True):
-        yield partial(ray_engines.RemoteEngine, load_there, cpus, gpus, 2 * options.timeout)
+    session = ray_engines.ray_session(options.ray_address, max_engines * cpus, max_engines * gpus, shows_logs=True)
+    return partial(ray_engines.RemoteEngine, load_there, cpus, gpus, 2 * options.timeout), session
 
 
 def replicas(options: argparse.Namespace) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from pydantic import ValidationError
@@ -20,13 +20,10 @@ from starlette.requests import ClientDisconnect
 
 from . import protocol
 from .api_errors import CLIENT_GONE, EXPECTED, ApiError, api_error, json_response, model_not_found, responses
-from .app_config import AppConfig
-from .handler import DEFAULT_STRENGTH, RequestHandler
-from .image_engine import ServedModel
-from .jobs import Job, make_jobs
+from .jobs import Job
 from .limits import NO_IMAGES, ReadAs
 from .middleware import JsonRoute
-from .pool import EnginePool
+from .service import DEFAULT_STRENGTH, ImageService, Service
 from .tickets import RequestProgress
 
 logger = logging.getLogger(__name__)
@@ -48,71 +45,7 @@ ERRORS = responses(protocol.OpenAIErrorResponse, 404, 413, 415, 422, 429, 500, 5
 router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
 
 
-class OpenAIService:
-    """State that the handlers of this interface share. Each application has one, in `app.state.openai`."""
-
-    def __init__(self, model: ServedModel, pool: EnginePool, config: AppConfig) -> None:
-        self.model, self.pool, self.config = model, pool, config
-        self.handler = RequestHandler(model, pool.queue, config)
-        self._created = int(time.time())
-        self._logged: set[str] = set()
-
-    def describe_model(self) -> protocol.ModelResponse:
-        """The model of this server."""
-        model, limits = self.model, self.model.limits
-        return protocol.ModelResponse(
-            id=model.name,
-            created=self._created,
-            sizes=[str(size) for size in limits.sizes],
-            tome_ratios=list(limits.ratios),
-            tome_methods=[model.methods.get(ratio, "") for ratio in limits.ratios],
-            image_to_image=limits.image_to_image,
-            steps=self.config.steps,
-            guidance_scale=self.config.guidance_scale,
-            ranges={protocol.NAMES.get(name, name): values for name, values in limits.ranges.items()},
-            prompt_characters=limits.prompt_characters,
-            prompts=list(self.config.prompts),
-        )
-
-    def make_jobs(self, values: protocol.ImageFields, has_image: bool) -> list[Job]:
-        """The jobs of a request.
-
-        Raises:
-            ApiError, JobError: values are not allowed together.
-        """
-        if values.strength is not None and not has_image:
-            raise ApiError(422, "without an image there is no strength", "strength", "invalid_value")
-        self._log_ignored_fields(values)
-        return make_jobs(
-            self.handler.defaults,
-            1 if values.n is None else values.n,
-            values.seed,
-            prompt=values.prompt,
-            negative_prompt=values.negative_prompt,
-            size=values.size,
-            steps=values.steps,
-            guidance_scale=values.guidance_scale,
-            ratio=values.tome_ratio,
-            strength=(values.strength or DEFAULT_STRENGTH) if has_image else None,
-        )
-
-    def _log_ignored_fields(self, values: protocol.ImageFields) -> None:
-        """Log each field that asks for what this server does not have, the first time that one is sent."""
-        for name, usual in protocol.IGNORED.items():
-            value = getattr(values, name, None)
-            if value not in (None, "", *usual) and name not in self._logged:
-                self._logged.add(name)
-                logger.warning("a client asks for %s=%.40r, which this server ignores (logged once)", name, value)
-
-
-async def _service(request: Request) -> OpenAIService:
-    return request.app.state.openai
-
-
-Service = Annotated[OpenAIService, Depends(_service)]
-
-
-def image_routes(service: OpenAIService) -> APIRouter:
+def image_routes(service: ImageService) -> APIRouter:
     """The routes whose requests have the bounds of the service's model."""
     routes = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
     requests = protocol.requests_for(service.model, service.config.any_model)
@@ -153,14 +86,32 @@ def image_routes(service: OpenAIService) -> APIRouter:
 
 @router.get("/models")
 async def list_models(service: Service) -> protocol.ModelsResponse:
-    return protocol.ModelsResponse(data=[service.describe_model()])
+    return protocol.ModelsResponse(data=[_describe_model(service)])
 
 
 @router.get("/models/{name:path}", responses=responses(protocol.OpenAIErrorResponse, 404, 422))
 async def retrieve_model(name: str, service: Service) -> protocol.ModelResponse:
     if name != service.model.name:
         raise model_not_found(protocol.unknown_model(name, service.model.name))
-    return service.describe_model()
+    return _describe_model(service)
+
+
+def _describe_model(service: ImageService) -> protocol.ModelResponse:
+    """The model of this server."""
+    model, limits, config = service.model, service.model.limits, service.config
+    return protocol.ModelResponse(
+        id=model.name,
+        created=service.created,
+        sizes=[str(size) for size in limits.sizes],
+        tome_ratios=list(limits.ratios),
+        tome_methods=[model.methods.get(ratio, "") for ratio in limits.ratios],
+        image_to_image=limits.image_to_image,
+        steps=config.steps,
+        guidance_scale=config.guidance_scale,
+        ranges={protocol.NAMES.get(name, name): values for name, values in limits.ranges.items()},
+        prompt_characters=limits.prompt_characters,
+        prompts=list(config.prompts),
+    )
 
 
 async def _read_form(request: Request) -> tuple[dict[str, str], dict[str, list[bytes]]]:
@@ -220,15 +171,28 @@ def _read_fields(texts: dict[str, str], model: type[protocol.EditRequest]) -> pr
 
 
 async def _respond(
-    request: Request, service: OpenAIService, values: protocol.ImageFields, image: str | bytes | None, stream_name: str
+    request: Request, service: ImageService, values: protocol.ImageFields, image: str | bytes | None, stream_name: str
 ) -> Response:
     """The response to a request for images, which start from the image if there is one.
 
     The types of the events of a stream begin with its name.
     """
-    jobs = service.make_jobs(values, image is not None)
+    if values.strength is not None and image is None:
+        raise ApiError(422, "without an image there is no strength", "strength", "invalid_value")
+    _log_ignored_fields(service, values)
+    jobs = service.jobs(
+        values.n,
+        values.seed,
+        prompt=values.prompt,
+        negative_prompt=values.negative_prompt,
+        size=values.size,
+        steps=values.steps,
+        guidance_scale=values.guidance_scale,
+        ratio=values.tome_ratio,
+        strength=None if image is None else values.strength or DEFAULT_STRENGTH,
+    )
     progress = RequestProgress()
-    generation = service.handler.generate(request, jobs, image, progress)
+    generation = service.generate(request, jobs, image, progress)
     if values.stream:
         return await _stream(generation, jobs, progress, stream_name)
     usual = "url" if values.model in URL_MODELS else "b64_json"
@@ -239,6 +203,14 @@ async def _respond(
         data = [protocol.ImageData(b64_json=text, seed=job.seed) for text, job in images]
     body = protocol.ImagesResponse(created=int(time.time()), data=data, size=str(jobs[0].size))
     return json_response(body, exclude_none=True)
+
+
+def _log_ignored_fields(service: ImageService, values: protocol.ImageFields) -> None:
+    """Log each field that asks for what this server does not have, the first time that one is sent."""
+    for name, usual in protocol.IGNORED.items():
+        value = getattr(values, name, None)
+        if value not in (None, "", *usual) and service.may_log(name):
+            logger.warning("a client asks for %s=%.40r, which this server ignores (logged once)", name, value)
 
 
 async def _stream(

@@ -9,20 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from .._version import __version__
 from ..run.sizes import Size
 from . import protocol
 from .api_errors import ApiError, json_response, responses
-from .app_config import AppConfig
-from .handler import DEFAULT_STRENGTH, RequestHandler
 from .image_engine import ServedModel
-from .jobs import Job, JobError, SecondPass, make_jobs
-from .limits import NO_IMAGES, ReadAs, check_strength
+from .jobs import Job, JobError, SecondPass
+from .limits import NO_IMAGES, Limits, ReadAs, check_strength
 from .middleware import JsonRoute
 from .png import describe, describe_merging, parse_infotext, read_texts
-from .prometheus import Metrics
 from .protocol_webui import (
     OFF,
     EmbeddingsResponse,
@@ -45,10 +42,9 @@ from .protocol_webui import (
     requests_for,
     samplers_of,
 )
-from .queue import JobQueue
+from .service import DEFAULT_STRENGTH, ImageService, Service
 from .tickets import RequestProgress
 
-MAX_LOGGED_NAMES = 100  # of unknown fields, so that clients cannot fill the log
 ERRORS = responses(protocol.WebuiErrorResponse, 413, 415, 422)
 IMAGE_ERRORS = ERRORS | responses(protocol.WebuiErrorResponse, 409, 429, 500, 503, 504)
 logger = logging.getLogger(__name__)
@@ -58,140 +54,6 @@ logger = logging.getLogger(__name__)
 # with an extension (/controlnet/model_list). These are 404, which the clients expect of a server without them.
 probes = APIRouter(tags=["stable-diffusion-webui"])
 router = APIRouter(prefix="/sdapi/v1", tags=["stable-diffusion-webui"], route_class=JsonRoute)
-
-
-class WebuiService:
-    """State that the handlers of this interface share. Each application has one, in `app.state.webui`."""
-
-    def __init__(self, model: ServedModel, queue: JobQueue, metrics: Metrics, config: AppConfig) -> None:
-        self.model, self.queue, self.metrics = model, queue, metrics
-        self.handler = RequestHandler(model, queue, config)
-        self.options = ServerOptions(
-            sd_model_checkpoint=model.name,
-            sd_vae="Automatic",
-            token_merging_ratio=model.limits.ratios[0],
-            token_merging_ratio_hr=0.0,
-            token_merging_ratio_img2img=0.0,
-            CLIP_stop_at_last_layers=1,
-        )
-        self.has_page = config.page
-        self._logged: set[str] = set()  # names of unknown fields
-
-    def set_options(self, new: Options) -> None:
-        """Change the options that are set."""
-        for name, value in _known_options(new).items():
-            setattr(self.options, name, value)
-
-    def log_unknown_fields(self, values: Lenient, prefix: str = "") -> None:
-        """Log the names, each once and without the values, which may be secret."""
-        for name in values.model_extra or {}:
-            shown = prefix + name[:100]
-            if shown not in self._logged and len(self._logged) < MAX_LOGGED_NAMES:
-                self._logged.add(shown)
-                logger.warning("/sdapi/v1: ignored a field that the request does not have here: %r", shown)
-
-    def make_jobs(self, values: TextRequest) -> list[Job]:
-        """The jobs of a request.
-
-        Raises:
-            ApiError, JobError: values are not allowed together.
-        """
-        own = _known_options(values.override_settings or Options())
-        settings = dict(self.options) | own
-        is_from_image = isinstance(values, ImageToImageRequest)
-        ratio = settings["token_merging_ratio"]
-        if is_from_image:  # the order of stable-diffusion-webui
-            ratio = own.get("token_merging_ratio") or settings["token_merging_ratio_img2img"] or ratio
-        strength = DEFAULT_STRENGTH if values.denoising_strength is None else values.denoising_strength
-        size = self._size(values)
-        second_pass = None
-        if isinstance(values, TwoPassRequest) and values.enable_hr:
-            self._check_second_pass(values)
-            second_pass = self._second_pass(values, size, settings["token_merging_ratio_hr"] or ratio, strength)
-        return make_jobs(
-            self.handler.defaults,
-            self._count_images(values),
-            None if values.seed == -1 else values.seed,
-            prompt=values.prompt,
-            negative_prompt=values.negative_prompt,
-            size=size,
-            steps=values.steps,
-            guidance_scale=values.cfg_scale,
-            ratio=ratio,
-            strength=strength if is_from_image else None,
-            second_pass=second_pass,
-        )
-
-    def _size(self, values: TextRequest) -> Size:
-        """The size of a request, whose sides were exported, but perhaps not with each other."""
-        limits = self.model.limits
-        default = limits.sizes[0]
-        size = Size(
-            default.height if values.height is None else values.height,
-            default.width if values.width is None else values.width,
-        )
-        with _refusing("height"):
-            return limits.find_size(size)
-
-    def _count_images(self, values: TextRequest) -> int:
-        """The number of images, which the request has as a product."""
-        counts = [1 if count is None else count for count in (values.batch_size, values.n_iter)]
-        images = counts[0] * counts[1]
-        with _refusing("batch_size"):
-            self.model.limits.check_number("images", images)
-        return images
-
-    def _second_pass(self, values: TwoPassRequest, first: Size, ratio: float, strength: float) -> SecondPass:
-        """The second pass of a request; sizes as stable-diffusion-webui computes them."""
-        x, y = values.hr_resize_x or 0, values.hr_resize_y or 0
-        scale = values.hr_scale or 2.0
-        if not x and not y:
-            x, y = int(first.width * scale), int(first.height * scale)
-        with _refusing("hr_second_pass_steps"):
-            steps = values.hr_second_pass_steps or values.steps or self.handler.defaults.steps
-            self.model.limits.check_number("steps", steps)
-        with _refusing("hr_scale"):
-            size = Size(height=y or x * first.height // first.width, width=x or y * first.width // first.height)
-            self.model.limits.find_size(size)
-        with _refusing("denoising_strength"):
-            return SecondPass(size, ratio, steps, check_strength(strength))
-
-    def _check_second_pass(self, values: TwoPassRequest) -> None:
-        """Raise ApiError if the second pass asks for what only the first one can choose, or cannot be served."""
-        if not self.model.limits.image_to_image:
-            raise ApiError(422, NO_IMAGES, "enable_hr", "invalid_value")
-        same_as_first = {"hr_prompt": values.prompt, "hr_negative_prompt": values.negative_prompt}
-        choices: dict[str, tuple[str, ...]] = {
-            "firstpass_image": (),
-            "hr_upscaler": ("Lanczos", "Latent"),
-            "hr_checkpoint_name": ("Use same checkpoint", self.model.name),
-            "hr_sampler_name": ("Use same sampler", *samplers_of(self.model.sampler)),
-            "hr_scheduler": ("Use same scheduler", *OFF["scheduler"]),
-            "hr_prompt": (),
-            "hr_negative_prompt": (),
-        }
-        for name, others in choices.items():
-            text = getattr(values, name)
-            allowed = ("", *others)
-            if text is not None and text not in (*allowed, same_as_first.get(name)):
-                message = f"the second pass supports only {' or '.join(map(json.dumps, allowed))}"
-                raise ApiError(422, message, name, "invalid_value")
-
-
-@contextmanager
-def _refusing(field: str) -> Iterator[None]:
-    """In this context a ValueError, such as a JobError, is the answer that this field has a wrong value."""
-    try:
-        yield
-    except ValueError as error:
-        raise ApiError(422, str(error), field, "invalid_value") from None
-
-
-async def _service(request: Request) -> WebuiService:
-    return request.app.state.webui
-
-
-Service = Annotated[WebuiService, Depends(_service)]
 
 
 @probes.get("/internal/ping")
@@ -212,32 +74,40 @@ async def show_queue(service: Service) -> QueueStatus:
     return QueueStatus(queue_size=queue.progress().waiting, queue_eta=queue.wait_seconds())
 
 
-def image_routes(service: WebuiService) -> APIRouter:
-    """The routes whose requests have the bounds of the service's model."""
+def image_routes(service: ImageService) -> APIRouter:
+    """The routes whose requests have the bounds of the service's model, or the server's options."""
     routes = APIRouter(prefix="/sdapi/v1", tags=["stable-diffusion-webui"], route_class=JsonRoute)
     requests = requests_for(service.model)
+    options = ServerOptions(
+        sd_model_checkpoint=service.model.name,
+        sd_vae="Automatic",
+        token_merging_ratio=service.model.limits.ratios[0],
+        token_merging_ratio_hr=0.0,
+        token_merging_ratio_img2img=0.0,
+        CLIP_stop_at_last_layers=1,
+    )
 
     @routes.post("/txt2img", response_model=WebuiResponse, responses=IMAGE_ERRORS)
     async def text_to_image(body: Annotated[TwoPassRequest, ReadAs(requests.text)], request: Request) -> Response:
         """Generate images from text."""
-        return await _respond(request, service, body, None)
+        return await _respond(request, service, options, body, None)
 
     @routes.post("/img2img", response_model=WebuiResponse, responses=IMAGE_ERRORS)
     async def image_to_image(
         body: Annotated[ImageToImageRequest, ReadAs(requests.image)], request: Request
     ) -> Response:
         """Generate images from an image."""
-        return await _respond(request, service, body, body.init_images[0])
+        return await _respond(request, service, options, body, body.init_images[0])
 
     @routes.get("/options", response_model=ServerOptions)
     async def show_options() -> Response:
-        return json_response(service.options)
+        return json_response(options)
 
     @routes.post("/options", responses=ERRORS)
     async def set_options(body: Annotated[Options, ReadAs(requests.options)]) -> None:
         """Set the default ratios of requests; other options accept only their current value."""
-        service.set_options(body)
-        service.log_unknown_fields(body)
+        _set_options(options, body)
+        _log_unknown_fields(service, body)
 
     return routes
 
@@ -245,14 +115,14 @@ def image_routes(service: WebuiService) -> APIRouter:
 @router.post("/interrupt")
 async def interrupt(service: Service) -> dict[str, Any]:
     """End all requests of this interface."""
-    service.handler.interrupt()
+    service.interrupt()
     return {}
 
 
 @router.post("/skip")
 async def skip(service: Service) -> dict[str, Any]:
     """End the oldest request of this interface."""
-    service.handler.interrupt(1)
+    service.interrupt(1)
     return {}
 
 
@@ -324,13 +194,13 @@ async def refresh() -> None:
 
 @router.get("/cmd-flags")
 async def show_flags(service: Service) -> FlagsResponse:
-    return FlagsResponse(nowebui=not service.has_page)
+    return FlagsResponse(nowebui=not service.config.page)
 
 
 @router.get("/memory")
-async def show_memory(service: Service) -> MemoryResponse:
+async def show_memory(request: Request) -> MemoryResponse:
     """The memory of the server's process, without that of engines on Ray."""
-    used = service.metrics.resident_bytes
+    used = request.app.state.metrics.resident_bytes
     if used is None:
         return MemoryResponse(ram={"error": "unavailable"})
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -348,21 +218,139 @@ async def show_png_info(body: PngInfoRequest, service: Service) -> PngInfoRespon
     return PngInfoResponse(info=info, items=texts, parameters=parse_infotext(info))
 
 
-async def _respond(request: Request, service: WebuiService, values: TextRequest, image: str | None) -> Response:
+async def _respond(
+    request: Request, service: ImageService, options: ServerOptions, values: TextRequest, image: str | None
+) -> Response:
     """The response to a request for images, which start from the image if there is one."""
     own = values.override_settings or Options()
-    service.log_unknown_fields(values)
-    service.log_unknown_fields(own, "override_settings.")
-    jobs = service.make_jobs(values)
+    _log_unknown_fields(service, values)
+    _log_unknown_fields(service, own, "override_settings.")
+    jobs = _jobs(service, options, values)
     if values.override_settings_restore_afterwards is False:
-        service.set_options(own)
-    images = await service.handler.generate(request, jobs, image, RequestProgress())
+        _set_options(options, own)
+    images = await service.generate(request, jobs, image, RequestProgress(), interruptible=True)
     body = WebuiResponse(
         images=[] if values.send_images is False else images,
         parameters=_parameters(values, jobs[0]),
         info=_info(values, jobs, service.model).model_dump_json(),
     )
     return json_response(body)
+
+
+def _log_unknown_fields(service: ImageService, values: Lenient, prefix: str = "") -> None:
+    """Log the names, each once and without the values, which may be secret."""
+    for name in values.model_extra or {}:
+        shown = prefix + name[:100]
+        if service.may_log(shown):
+            logger.warning("/sdapi/v1: ignored a field that the request does not have here: %r", shown)
+
+
+def _jobs(service: ImageService, options: ServerOptions, values: TextRequest) -> list[Job]:
+    """The jobs of a request, whose own options come before the server's.
+
+    Raises:
+        ApiError, JobError: values are not allowed together.
+    """
+    own = _known_options(values.override_settings or Options())
+    settings = dict(options) | own
+    is_from_image = isinstance(values, ImageToImageRequest)
+    ratio = settings["token_merging_ratio"]
+    if is_from_image:  # the order of stable-diffusion-webui
+        ratio = own.get("token_merging_ratio") or settings["token_merging_ratio_img2img"] or ratio
+    strength = DEFAULT_STRENGTH if values.denoising_strength is None else values.denoising_strength
+    size = _size(values, service.model.limits)
+    second_pass = None
+    if isinstance(values, TwoPassRequest) and values.enable_hr:
+        _check_second_pass(values, service.model)
+        second_pass = _second_pass(values, service, size, settings["token_merging_ratio_hr"] or ratio, strength)
+    return service.jobs(
+        _count_images(values, service.model.limits),
+        None if values.seed == -1 else values.seed,
+        prompt=values.prompt,
+        negative_prompt=values.negative_prompt,
+        size=size,
+        steps=values.steps,
+        guidance_scale=values.cfg_scale,
+        ratio=ratio,
+        strength=strength if is_from_image else None,
+        second_pass=second_pass,
+    )
+
+
+def _size(values: TextRequest, limits: Limits) -> Size:
+    """The size of a request, whose sides were exported, but perhaps not with each other."""
+    default = limits.sizes[0]
+    size = Size(
+        default.height if values.height is None else values.height,
+        default.width if values.width is None else values.width,
+    )
+    with _refusing("height"):
+        return limits.find_size(size)
+
+
+def _count_images(values: TextRequest, limits: Limits) -> int:
+    """The number of images, which the request has as a product."""
+    counts = [1 if count is None else count for count in (values.batch_size, values.n_iter)]
+    images = counts[0] * counts[1]
+    with _refusing("batch_size"):
+        limits.check_number("images", images)
+    return images
+
+
+def _second_pass(
+    values: TwoPassRequest, service: ImageService, first: Size, ratio: float, strength: float
+) -> SecondPass:
+    """The second pass of a request; sizes as stable-diffusion-webui computes them."""
+    limits = service.model.limits
+    x, y = values.hr_resize_x or 0, values.hr_resize_y or 0
+    scale = values.hr_scale or 2.0
+    if not x and not y:
+        x, y = int(first.width * scale), int(first.height * scale)
+    with _refusing("hr_second_pass_steps"):
+        steps = values.hr_second_pass_steps or values.steps or service.config.steps
+        limits.check_number("steps", steps)
+    with _refusing("hr_scale"):
+        size = Size(height=y or x * first.height // first.width, width=x or y * first.width // first.height)
+        limits.find_size(size)
+    with _refusing("denoising_strength"):
+        return SecondPass(size, ratio, steps, check_strength(strength))
+
+
+def _check_second_pass(values: TwoPassRequest, model: ServedModel) -> None:
+    """Raise ApiError if the second pass asks for what only the first one can choose, or cannot be served."""
+    if not model.limits.image_to_image:
+        raise ApiError(422, NO_IMAGES, "enable_hr", "invalid_value")
+    same_as_first = {"hr_prompt": values.prompt, "hr_negative_prompt": values.negative_prompt}
+    choices: dict[str, tuple[str, ...]] = {
+        "firstpass_image": (),
+        "hr_upscaler": ("Lanczos", "Latent"),
+        "hr_checkpoint_name": ("Use same checkpoint", model.name),
+        "hr_sampler_name": ("Use same sampler", *samplers_of(model.sampler)),
+        "hr_scheduler": ("Use same scheduler", *OFF["scheduler"]),
+        "hr_prompt": (),
+        "hr_negative_prompt": (),
+    }
+    for name, others in choices.items():
+        text = getattr(values, name)
+        allowed = ("", *others)
+        if text is not None and text not in (*allowed, same_as_first.get(name)):
+            message = f"the second pass supports only {' or '.join(map(json.dumps, allowed))}"
+            raise ApiError(422, message, name, "invalid_value")
+
+
+@contextmanager
+def _refusing(field: str) -> Iterator[None]:
+    """In this context a ValueError, such as a JobError, is the answer that this field has a wrong value."""
+    try:
+        yield
+    except ValueError as error:
+        raise ApiError(422, str(error), field, "invalid_value") from None
+
+
+def _set_options(options: ServerOptions, new: Options) -> None:
+    """Change the options that are set."""
+    for name, value in _known_options(new).items():
+        setattr(options, name, value)
 
 
 def _known_options(new: Options) -> dict[str, Any]:

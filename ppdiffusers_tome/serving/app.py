@@ -1,9 +1,9 @@
 """The HTTP application, over engines and their queue: health, metrics, both APIs and the page for browsers."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request, Response, Security
+from fastapi import APIRouter, FastAPI, Request, Response, Security
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -17,6 +17,7 @@ from .middleware import BASIC, BEARER, PAGE, CountingMiddleware, OriginMiddlewar
 from .pool import EnginePool
 from .prometheus import Metrics
 from .protocol import Health, OpenAIErrorResponse, WebuiErrorResponse
+from .service import ImageService, Service
 
 FOLDER = Path(__file__).parent / "page"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -72,18 +73,17 @@ def create_app(model: ServedModel, pool: EnginePool, metrics: Metrics, config: A
         exception_handlers=handlers,
         redirect_slashes=False,  # CountingMiddleware removes them
     )
-    app.state.pool, app.state.metrics = pool, metrics
-    app.state.openai = api_openai.OpenAIService(model, pool, config)
-    app.state.webui = api_webui.WebuiService(model, queue, metrics, config)
+    service = ImageService(model, pool, config)
+    app.state.service, app.state.metrics = service, metrics
     _add_middleware(app, metrics, config)
     app.include_router(open_routes)
     key = [Security(BEARER), Security(BASIC)] if config.api_key is not None else []
     statuses = (400, 401, 403, 415) if key else (400, 403, 415)
     openai, webui = (responses(model, *statuses) for model in (OpenAIErrorResponse, WebuiErrorResponse))
     app.include_router(key_routes, dependencies=key, responses=openai)
-    for router in (api_openai.image_routes(app.state.openai), api_openai.router):
+    for router in (api_openai.image_routes(service), api_openai.router):
         app.include_router(router, dependencies=key, responses=openai)
-    for router in (api_webui.image_routes(app.state.webui), api_webui.router):
+    for router in (api_webui.image_routes(service), api_webui.router):
         app.include_router(router, dependencies=key, responses=webui)
     app.include_router(api_webui.probes, dependencies=key, responses=webui)
     if config.page:
@@ -100,30 +100,23 @@ def _add_middleware(app: FastAPI, metrics: Metrics, config: AppConfig) -> None:
     app.add_middleware(CountingMiddleware, metrics=metrics)
 
 
-async def _pool(request: Request) -> EnginePool:
-    return request.app.state.pool
-
-
-Pool = Annotated[EnginePool, Depends(_pool)]
-
-
 @open_routes.head("/health", include_in_schema=False)
 @open_routes.get("/health", responses={503: {"model": Health}}, response_model_exclude_none=True)
-async def health(response: Response, pool: Pool) -> Health:
+async def health(response: Response, service: Service) -> Health:
     """Liveness: 503, with the reason, if the process should be replaced."""
-    reason = pool.unhealthy_reason
+    reason = service.pool.unhealthy_reason
     response.status_code = 503 if reason else 200
-    return Health(state=pool.state, reason=reason)
+    return Health(state=service.pool.state, reason=reason)
 
 
 @open_routes.head("/ready", include_in_schema=False)
 @open_routes.get("/ready", responses={503: {"model": Health}}, response_model_exclude_none=True)
-async def ready(response: Response, pool: Pool) -> Health:
+async def ready(response: Response, service: Service) -> Health:
     """Readiness: 503 while loading and shutting down."""
-    if pool.state != "ready":
+    if service.pool.state != "ready":
         response.status_code = 503
         response.headers["Retry-After"] = "5"
-    return Health(state=pool.state, reason=pool.unhealthy_reason)
+    return Health(state=service.pool.state, reason=service.pool.unhealthy_reason)
 
 
 @key_routes.get("/metrics", response_class=PlainTextResponse)

@@ -21,6 +21,7 @@ from ..run.pipeline import load_pipeline
 from ..run.sizes import Size
 from .image_engine import DETERMINISTIC, sampler_of
 from .jobs import AbandonedError, GenerationError, Job, JobError
+from .limits import Limits
 
 TRIAL_STEPS = 10  # more than the order of any scheduler, from which on its steps do all that they can
 
@@ -219,6 +220,35 @@ def load_engine(
         safety = {} if is_xl else {"requires_safety_checker": False}
         image_to_image = (FromImageXL if is_xl else FromImage)(**pipe.components, **safety)
     return Engine(pipe, image_to_image, manifest.name, manifest.methods, programs)
+
+
+def load_warm_engine(
+    folder: Path, limits: Limits, guidance_scale: float, settings: dict[str, Any], threads: int | None
+) -> Engine:
+    """Load an engine with its default program, and warm it up. The queue loads the others while it is idle.
+
+    Paddle's programs are all loaded here: while it creates a predictor it holds Python's global lock, for over a
+    second, and the server could not answer.
+    """
+    programs = [(size, ratio) for size in limits.sizes for ratio in limits.ratios]
+    engine = load_engine(folder, programs, threads=threads, **settings)
+    for job in warm_up_jobs(limits, guidance_scale, engine.fewest_steps):
+        engine.generate([job])
+    while settings["runtime"] == "paddle" and engine.load_next():
+        pass
+    return engine
+
+
+def warm_up_jobs(limits: Limits, guidance_scale: float, steps: int = 2) -> list[Job]:
+    """A small job with the defaults, and one from an image, to run before the server is ready.
+
+    They load the models beside the UNet, whose predictors are created at their first use.
+    """
+    size = limits.sizes[0]
+    job = Job("", size, limits.ratios[0], seed=0, steps=steps, guidance_scale=guidance_scale)
+    if not limits.image_to_image:
+        return [job]
+    return [job, replace(job, image=Image.new("RGB", (size.width, size.height)), strength=1.0)]
 
 
 def scheduler_failure(scheduler: Any) -> str | None:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from PIL import Image
 
@@ -96,6 +96,10 @@ class ImageEngine(ImageSource, Protocol):
         Raises:
             EngineLostError: the engine's process has ended.
         """
+
+
+# Makes an engine. Its argument returns True when none is wanted any more: an engine in another process then ends.
+LoadEngine: TypeAlias = Callable[[Callable[[], bool]], ImageEngine]
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 The errors survive pickling, because Ray sends them between processes.
 """
 
-import secrets
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from PIL import Image
@@ -148,20 +147,3 @@ class Job:
             passed = {name: value for name, value in vars(self.second_pass).items() if name != "size"}
             second = {"second_pass": {**self.second_pass.size._asdict(), **passed}}
         return {**texts, **numbers, **size, **strength, **second}
-
-
-def make_jobs(defaults: Job, images: int, seed: int | None, **values: Any) -> list[Job]:
-    """The jobs of a request.
-
-    Args:
-        defaults: has the values of fields that are None.
-        images: the number of jobs.
-        seed: of the first image, None for a random one; each further image has the next.
-        values: of the request's fields.
-
-    Raises:
-        JobError: see `Job`.
-    """
-    given = {name: value for name, value in values.items() if value is not None}
-    first = secrets.randbelow(MAX_SEED + 1) if seed is None else seed
-    return [replace(defaults, **given, seed=seed_after(first, index)) for index in range(images)]

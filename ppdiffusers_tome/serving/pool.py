@@ -5,12 +5,11 @@ The number of engines follows the load. Engines that are lost are replaced.
 
 import logging
 import threading
-from collections.abc import Callable
 from math import inf
 from time import monotonic
 
 from ..errors import ExportChangedError, ParameterError, ToMeError
-from .image_engine import ImageEngine
+from .image_engine import ImageEngine, LoadEngine
 from .jobs import AbandonedError, EngineLostError, Job, JobError
 from .prometheus import Metrics
 from .queue import JobQueue
@@ -27,7 +26,8 @@ class EnginePool:
     """Engines for the calls of a queue, which accepts jobs as soon as the first engine is loaded.
 
     Args:
-        load: makes an engine; called once in each thread, and again if its engine is lost.
+        load: makes an engine, which is wanted until the pool is closed; called once in each thread, and again if its
+            engine is lost.
         queue: the calls.
         metrics: shows whether the pool is ready, and the programs that engines load.
         min_engines, max_engines: number of engines. Another one is loaded when an image has waited for ten seconds and
@@ -40,7 +40,7 @@ class EnginePool:
 
     def __init__(
         self,
-        load: Callable[[], ImageEngine],
+        load: LoadEngine,
         queue: JobQueue,
         metrics: Metrics,
         min_engines: int = 1,
@@ -124,7 +124,7 @@ class EnginePool:
         """A thread: load an engine, run call after call until closed, and load another engine if it is lost."""
         try:
             while not self.is_closed and (not is_temporary or self._wait_until_needed()):
-                engine = self._load()
+                engine = self._load(lambda: self.is_closed)
                 self._add(engine)
                 try:
                     self._run(engine, SCALE_DOWN_SECONDS if is_temporary else inf)

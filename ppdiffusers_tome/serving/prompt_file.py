@@ -3,7 +3,7 @@
 import hashlib
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Validati
 from ..errors import ToMeConfigError
 from ..run.sizes import Size, parse_size
 from ..run.validation import STRICT, first_error
-from .jobs import Job, make_jobs, seed_after
+from .jobs import Job, seed_after
 from .limits import Limits, bounded, text_type
 
 MAX_CHARACTERS = 100_000  # of a prompt
@@ -75,9 +75,9 @@ def read_prompts(path: Path, defaults: Job, limits: Limits) -> list[Prompt]:
     line_model = bounded(Line, {**limits.types, "size": Annotated[SizeText, AfterValidator(limits.find_size)]})
     prompts = []
     for index, line in enumerate(_read_lines(path, line_model)):
-        values = dict(line)
-        name, seed = values.pop("name"), values.pop("seed")
-        (job,) = make_jobs(defaults, 1, seed_after(defaults.seed, index) if seed is None else seed, **values)
+        given = {name: value for name, value in line if value is not None}
+        name = given.pop("name")
+        job = replace(defaults, **{"seed": seed_after(defaults.seed, index), **given})
         prompts.append(Prompt(index, job, name))
     return prompts
 

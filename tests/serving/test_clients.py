@@ -23,11 +23,11 @@ from serving_support import IMAGE, LIMITS, TEXT, serving, until
 from webui_requests import CLIENTS, IMAGE_CLIENTS, IMAGE_DEFAULTS, INFO_TYPES, PROBES, TEXT_DEFAULTS
 
 from ppdiffusers_tome.run.sizes import Size
-from ppdiffusers_tome.serving.api_webui import MAX_LOGGED_NAMES
 from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.jobs import Job, SecondPass
 from ppdiffusers_tome.serving.png import parse_infotext
 from ppdiffusers_tome.serving.prometheus import Metrics
+from ppdiffusers_tome.serving.service import MAX_LOGGED_NAMES
 
 KEY = "correct-horse"
 NODE = shutil.which("node")

@@ -30,14 +30,13 @@ from serving_support import LIMITS, OPENAI, TEXT, FakeEngine, serving, until
 from ppdiffusers_tome import ToMeConfigError, ToMeError, ToMeExportError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import serve as serve_command
-from ppdiffusers_tome.commands.serve import load_warm_engine, warm_up_jobs
 from ppdiffusers_tome.errors import install_command
 from ppdiffusers_tome.inference import load_pipeline, read_manifest
 from ppdiffusers_tome.run.defaults import ModelDefaults, read_defaults
 from ppdiffusers_tome.run.sizes import Size
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig, url_of
-from ppdiffusers_tome.serving.engine import Engine, load_engine, scheduler_failure
+from ppdiffusers_tome.serving.engine import Engine, load_engine, load_warm_engine, scheduler_failure, warm_up_jobs
 from ppdiffusers_tome.serving.image_engine import DETERMINISTIC, ServedModel
 from ppdiffusers_tome.serving.jobs import MAX_STEPS, AbandonedError, GenerationError, Job, JobError, SecondPass
 from ppdiffusers_tome.serving.limits import Limits
@@ -503,7 +502,7 @@ def test_empty_key_is_refused(exported_folder, monkeypatch, capsys):
 
 
 def test_model_that_does_not_load_is_an_error():
-    def load() -> FakeEngine:
+    def load(is_unwanted) -> FakeEngine:
         raise ToMeError("broken program")
 
     metrics = Metrics()

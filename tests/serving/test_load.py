@@ -138,6 +138,21 @@ def test_batch_continues_for_remaining_clients(clients):
         assert server.engine.steps_done == 51
 
 
+def test_interrupt_and_skip_end_no_request_of_openais_clients(clients):
+    with serving() as server:
+        blocking = block(server, clients)
+        behind = clients.submit(ask, server, 1)
+        wait_for_queue(server, 1)
+        for path in ("skip", "interrupt"):
+            webui = clients.submit(server.post, TEXT, {"prompt": "fox"})
+            wait_for_queue(server, 2)
+            assert server.http.post(f"/sdapi/v1/{path}").status_code == 200
+            assert webui.result(30).status_code == 409
+        assert not blocking.done() and not behind.done()
+        server.engine.gate.set()
+        assert blocking.result().status_code == behind.result().status_code == 200
+
+
 @pytest.mark.parametrize(
     ("prompt", "reason"),
     [("explode", "the pipeline failed; the server's log has the reason"), ("damaged", "values that are not finite")],

@@ -26,14 +26,13 @@ from PIL import Image
 from serving_support import LIMITS, OPENAI, FakeEngine, serving, until
 from skimage.metrics import structural_similarity
 
-from ppdiffusers_tome.commands.serve import warm_up_jobs
 from ppdiffusers_tome.comparison.similarity import psnr
 from ppdiffusers_tome.methods import METHODS
 from ppdiffusers_tome.run.defaults import ModelDefaults, read_defaults
 from ppdiffusers_tome.run.manifest import read_manifest
 from ppdiffusers_tome.run.sizes import Size
 from ppdiffusers_tome.serving.app_config import AppConfig
-from ppdiffusers_tome.serving.engine import Engine, load_engine
+from ppdiffusers_tome.serving.engine import Engine, load_engine, warm_up_jobs
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="needs playwright: pip install -r requirements/test.txt"

@@ -123,7 +123,7 @@ def start():
     def start(load=MortalEngine, **options):
         made = []
 
-        def load_and_note():
+        def load_and_note(is_unwanted):
             number = len(made)
             made.append(None)
             made[number] = load()
@@ -346,10 +346,10 @@ def test_a_replacement_that_does_not_load_leaves_the_other_engines(start):
     pool = start(min_engines=2, max_engines=2)
     until(lambda: len(pool._engines) == 2)
     first, second = pool._engines
-    pool._load = lambda: 1 / 0
+    pool._load = lambda is_unwanted: 1 / 0
     first.is_lost = True
     with pytest.raises(ZeroDivisionError):
-        pool._load()
+        pool._load(None)
     pool.count_tokens("fox")
     until(lambda: pool._busy_threads == 1)
     assert run(pool) == 1 and is_ready(pool)
@@ -471,7 +471,7 @@ def test_a_spare_thread_takes_over_from_one_that_cannot_replace_its_engine(start
 
 def test_closing_does_not_wait_for_an_engine_that_is_stuck():
     engine = MortalEngine()
-    pool = EnginePool(lambda: engine, Calls(), Metrics())
+    pool = EnginePool(lambda is_unwanted: engine, Calls(), Metrics())
     pool.start()
     engine.gate.clear()
     pool.queue.give(Call())
@@ -479,3 +479,17 @@ def test_closing_does_not_wait_for_an_engine_that_is_stuck():
     assert not pool.close(0.05)
     engine.gate.set()
     assert pool.close(60)
+
+
+def test_an_engine_that_loads_is_told_when_the_pool_is_closed():
+    loading = threading.Event()
+
+    def load(is_unwanted):
+        loading.set()
+        until(is_unwanted)
+        raise AbandonedError("the engine was stopped")
+
+    pool = EnginePool(load, Calls(), Metrics())
+    pool.start()
+    assert loading.wait(20) and pool.close(60)
+    assert pool.failure is None

@@ -136,7 +136,7 @@ class Stuck(FakeEngine):
         return super().generate(jobs, should_stop)
 
 metrics = Metrics()
-pool = EnginePool(Stuck, JobQueue(metrics), metrics)
+pool = EnginePool(lambda is_unwanted: Stuck(), JobQueue(metrics), metrics)
 app = create_app(ServedModel("fake", "DDIM", {}, LIMITS), pool, metrics, AppConfig())
 serve(pool, app, port=0, seconds=float(sys.argv[1]))
 """
