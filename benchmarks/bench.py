@@ -34,6 +34,7 @@ from lab.speed.runner import measure_all
 
 from ppdiffusers_tome.commands.merge_options import add_merge_options, read_methods
 from ppdiffusers_tome.comparison.clock import gain
+from ppdiffusers_tome.comparison.option_defaults import ROUNDS
 from ppdiffusers_tome.cores import usable_cores
 from ppdiffusers_tome.errors import ToMeConfigError
 from ppdiffusers_tome.export.loading import require_model_folder
@@ -77,7 +78,7 @@ def _add_options(bench: argparse.ArgumentParser) -> None:
     usual = [PLAIN, MEMORY_EFFICIENT, TOME, BOTH]
     option("--arms", choices=KINDS, nargs="+", default=usual, help="what is compared" + DEFAULT)
     option = bench.add_argument_group("how it is measured").add_argument
-    option("--rounds", type=int, default=5, help="timed passes of each arm; the arms take turns" + DEFAULT)
+    option("--rounds", type=int, default=ROUNDS, help="timed passes of each arm; the arms take turns" + DEFAULT)
     option("--warm-up", type=int, default=1, help="passes of each arm before the timed ones" + DEFAULT)
     option("--threads", type=int, default=usable_cores(), help="of every arm" + DEFAULT)
     file = Path("outputs/bench.json")

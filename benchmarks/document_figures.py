@@ -28,7 +28,7 @@ from lab.arm import EAGER, OURS, PLAIN, Arm
 from lab.markdown import NOT_MEASURED, frame_table, table, write_page
 from lab.speed.cases import ONNX_RUNTIME, read_cases
 
-from ppdiffusers_tome.comparison.clock import NO_DIFFERENCE, Gain, gain
+from ppdiffusers_tome.comparison.clock import NO_DIFFERENCE, TOO_FEW_ROUNDS, Gain, gain
 
 ROOT = Path(__file__).parents[1]
 RESULTS_PAGE = ROOT / "docs" / "results.md"
@@ -46,7 +46,7 @@ ROW = re.compile(r"^\| (.*) <!--: (.+?) --> \|$", re.MULTILINE)
 PLACE = ("model", "scope", "size", "batch")  # these fields identify the case of an arm
 DEFAULT, TODO = "interlace 0.75", "todo 0.75"  # todo keeps as many keys, and was timed where interlace was not
 EVERY_STEP = samplers.ALL.name
-IN_CHINESE = {NO_DIFFERENCE: "无明显差异", " of ": "/"}
+IN_CHINESE = {NO_DIFFERENCE: "无明显差异", TOO_FEW_ROUNDS: "轮数太少，无法判断", " of ": "/"}
 
 
 def update(text: str, is_chinese: bool = False) -> str:
