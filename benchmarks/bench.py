@@ -116,7 +116,7 @@ def _lines(case: Case) -> Iterator[str]:
     """Median seconds, gain over plain in the same backend, and peak memory; a line for each arm."""
     yield f"{case.name}: {case.tokens} tokens"
     width = max(len(measured.name) for measured in case.arms) + 2
-    yield f"  {'arm':<{width}}{'seconds':>10}{'gain':>15}{'peak MB':>9}"
+    yield f"  {'arm':<{width}}{'seconds':>10}{'gain':>24}{'peak MB':>9}"
     seconds = {measured.arm: measured.seconds for measured in case.with_status(MEASURED)}
     for measured in case.arms:
         start = f"  {measured.name:<{width}}"
@@ -126,7 +126,7 @@ def _lines(case: Case) -> Iterator[str]:
         plain = Arm(backend=measured.arm.backend)
         gained = gain(seconds[plain], measured.seconds) if plain in seconds and plain != measured.arm else ""
         peak = "" if measured.peak_memory_bytes is None else f"{measured.peak_memory_bytes / 1e6:.1f}"
-        yield f"{start}{statistics.median(measured.seconds):>10.4f}{gained!s:>15}{peak:>9}"
+        yield f"{start}{statistics.median(measured.seconds):>10.4f}{gained!s:>24}{peak:>9}"
 
 
 def _report(options: argparse.Namespace, arguments: Sequence[str]) -> int:

@@ -88,5 +88,5 @@ def order_of_round(names: Iterable[Name], index: int) -> list[Name]:
     random. On a machine that becomes slower the later arm looks slow: so each second round has the reverse order.
     """
     order = list(names)
-    random.Random(index // 2).shuffle(order)
+    random.Random(f"rounds {index // 2}").shuffle(order)  # numbers that follow each other have similar orders
     return order[::-1] if index % 2 else order

@@ -26,10 +26,7 @@ def test_bench_prints_a_table_and_writes_what_was_measured(tmp_path, capsys):
     assert bench.main(options) == 0
     printed, case = capsys.readouterr().out, read(out)
     assert "tiny, one UNet pass, 128 px, batch 2: 256 tokens" in printed
-    assert re.search(
-        r"tomesd 0\.5, sx=4, eager +\d\.\d{4} +(\d+\.\d\d×|no difference) +\d\.\d\n",
-        printed,
-    )
+    assert re.search(r"tomesd 0\.5, sx=4, eager +\d\.\d{4} +too few rounds to tell +\d\.\d\n", printed)
     assert json.loads(out.read_text())["command"] == f"python benchmarks/bench.py {' '.join(options)}"
     arms = [measured.arm for measured in case.with_status("measured")]
     assert [(arm.config is not None, arm.attention) for arm in arms] == [
