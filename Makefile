@@ -64,7 +64,7 @@ $(VENV)/.installed-ray: $(VENV)/.installed-test ppdiffusers_tome/requirements/ra
 
 venv: $(VENV)/.installed ## create the virtual environment with the locked stack and this package
 
-demo: $(VENV)/.installed ## compare plain and merged images of the bundled model, into outputs/: two minutes
+demo: $(VENV)/.installed ## compare plain and merged images of the bundled model, into outputs/: minutes
 	$(PY) -m ppdiffusers_tome compare --model examples/scenes_sd --steps 8 $(ARGS)
 
 # OpenAI's client for JavaScript. Its test is skipped without it, so that a machine without npm or a registry can test the rest.
@@ -133,7 +133,7 @@ format: $(VENV)/.installed-test ## fix and format with ruff
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-# The committed results of passes: an hour on two cores. Run it again to resume it after it was killed.
+# The committed results of passes: hours on two cores. Run it again to resume it after it was killed.
 #   RESULTS=...      folder for the results; the reports go to its parent
 RESULTS ?= benchmarks/results
 SCENES = --model examples/scenes_sd --size 256
@@ -142,13 +142,13 @@ METHODS = --merging method=interlace,ratio=0.5 method=interlace,ratio=0.75 metho
 SD15 = $(BENCH) --architecture sd15 --arms plain tome
 
 bench: $(VENV)/.installed ## measure time and memory of passes, and write their report
-	$(BENCH) $(SCENES) --backend eager predictor onnxruntime openvino openvino-bf16 --arms plain memory-efficient tome both built-in $(METHODS) --rounds 3 --threads 1 --output $(RESULTS)/scenes_unet.json
-	$(BENCH) $(SCENES) --backend onnxruntime openvino openvino-bf16 --arms plain tome $(METHODS) --rounds 5 --threads 1 --output $(RESULTS)/scenes_unet_again.json
-	$(BENCH) --model examples/scenes_sd --size 128 192 256 --batch 2 4 --arms plain tome --ratio 0.5 0.75 0.9375 --rounds 3 --threads 1 --output $(RESULTS)/scenes_sizes.json
-	$(SD15) --size 512 --rounds 2 --threads 1 --output $(RESULTS)/sd15_eager.json
-	$(SD15) --size 512 --ratio 0.5 0.75 --backend onnxruntime openvino openvino-bf16 --rounds 3 --threads 2 --output $(RESULTS)/sd15_exported_512.json
-	$(SD15) --size 768 --backend onnxruntime --rounds 3 --threads 2 --output $(RESULTS)/sd15_exported_768.json
-	OMP_NUM_THREADS=1 $(PY) benchmarks/sdxl_blocks.py --rounds 5 --output $(RESULTS)/sdxl_blocks.json
+	$(BENCH) $(SCENES) --backend eager predictor onnxruntime openvino openvino-bf16 --arms plain memory-efficient tome both built-in $(METHODS) --threads 1 --output $(RESULTS)/scenes_unet.json
+	$(BENCH) $(SCENES) --backend onnxruntime openvino openvino-bf16 --arms plain tome $(METHODS) --threads 1 --output $(RESULTS)/scenes_unet_again.json
+	$(BENCH) --model examples/scenes_sd --size 128 192 256 --batch 2 4 --arms plain tome --ratio 0.5 0.75 0.9375 --threads 1 --output $(RESULTS)/scenes_sizes.json
+	$(SD15) --size 512 --rounds 6 --threads 1 --output $(RESULTS)/sd15_eager.json
+	$(SD15) --size 512 --ratio 0.5 0.75 --backend onnxruntime openvino openvino-bf16 --threads 2 --output $(RESULTS)/sd15_exported_512.json
+	$(SD15) --size 768 --backend onnxruntime --threads 2 --output $(RESULTS)/sd15_exported_768.json
+	OMP_NUM_THREADS=1 $(PY) benchmarks/sdxl_blocks.py --output $(RESULTS)/sdxl_blocks.json
 	$(BENCH) report $(RESULTS)/*.json --output $(RESULTS)/..
 
 # A result of these images and sources is continued, and any other is replaced. RESULTS=build/alternatives/results keeps it.

@@ -59,6 +59,7 @@ from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.comparison.clock import Gain, gain
 from ppdiffusers_tome.comparison.environment import commit, describe_environment
+from ppdiffusers_tome.comparison.option_defaults import ROUNDS
 from ppdiffusers_tome.comparison.results import write_result
 from ppdiffusers_tome.comparison.similarity import psnr
 from ppdiffusers_tome.export import programs, tracing
@@ -560,7 +561,7 @@ def main() -> None:
     keeps = "with --restart: arms of that result to keep, whose code has not changed since"
     parser.add_argument("--keep", nargs="*", default=[], metavar="ARM", help=keeps)
     parser.add_argument("--time", action="store_true", help="time the arms that have images, on a quiet machine")
-    parser.add_argument("--rounds", type=int, default=5, help="of --time (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of --time (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of results (default: %(default)s)")
     options = parser.parse_args()

@@ -34,6 +34,7 @@ from lab.speed.runner import measure_all
 
 from ppdiffusers_tome.commands.merge_options import add_merge_options, read_methods
 from ppdiffusers_tome.comparison.clock import gain
+from ppdiffusers_tome.comparison.option_defaults import ROUNDS
 from ppdiffusers_tome.cores import usable_cores
 from ppdiffusers_tome.errors import ToMeConfigError
 from ppdiffusers_tome.export.loading import require_model_folder
@@ -77,7 +78,7 @@ def _add_options(bench: argparse.ArgumentParser) -> None:
     usual = [PLAIN, MEMORY_EFFICIENT, TOME, BOTH]
     option("--arms", choices=KINDS, nargs="+", default=usual, help="what is compared" + DEFAULT)
     option = bench.add_argument_group("how it is measured").add_argument
-    option("--rounds", type=int, default=5, help="timed passes of each arm; the arms take turns" + DEFAULT)
+    option("--rounds", type=int, default=ROUNDS, help="timed passes of each arm; the arms take turns" + DEFAULT)
     option("--warm-up", type=int, default=1, help="passes of each arm before the timed ones" + DEFAULT)
     option("--threads", type=int, default=usable_cores(), help="of every arm" + DEFAULT)
     file = Path("outputs/bench.json")
@@ -115,7 +116,7 @@ def _lines(case: Case) -> Iterator[str]:
     """Median seconds, gain over plain in the same backend, and peak memory; a line for each arm."""
     yield f"{case.name}: {case.tokens} tokens"
     width = max(len(measured.name) for measured in case.arms) + 2
-    yield f"  {'arm':<{width}}{'seconds':>10}{'gain':>15}{'peak MB':>9}"
+    yield f"  {'arm':<{width}}{'seconds':>10}{'gain':>24}{'peak MB':>9}"
     seconds = {measured.arm: measured.seconds for measured in case.with_status(MEASURED)}
     for measured in case.arms:
         start = f"  {measured.name:<{width}}"
@@ -125,7 +126,7 @@ def _lines(case: Case) -> Iterator[str]:
         plain = Arm(backend=measured.arm.backend)
         gained = gain(seconds[plain], measured.seconds) if plain in seconds and plain != measured.arm else ""
         peak = "" if measured.peak_memory_bytes is None else f"{measured.peak_memory_bytes / 1e6:.1f}"
-        yield f"{start}{statistics.median(measured.seconds):>10.4f}{gained!s:>15}{peak:>9}"
+        yield f"{start}{statistics.median(measured.seconds):>10.4f}{gained!s:>24}{peak:>9}"
 
 
 def _report(options: argparse.Namespace, arguments: Sequence[str]) -> int:

@@ -28,7 +28,8 @@ from lab.arm import EAGER, OURS, PLAIN, Arm
 from lab.markdown import NOT_MEASURED, frame_table, table, write_page
 from lab.speed.cases import ONNX_RUNTIME, read_cases
 
-from ppdiffusers_tome.comparison.clock import NO_DIFFERENCE, Gain, gain
+from ppdiffusers_tome.comparison.clock import FEW_ROUNDS, NO_DIFFERENCE, TOO_FEW_ROUNDS, Gain, gain
+from ppdiffusers_tome.comparison.option_defaults import ROUNDS
 
 ROOT = Path(__file__).parents[1]
 RESULTS_PAGE = ROOT / "docs" / "results.md"
@@ -46,7 +47,7 @@ ROW = re.compile(r"^\| (.*) <!--: (.+?) --> \|$", re.MULTILINE)
 PLACE = ("model", "scope", "size", "batch")  # these fields identify the case of an arm
 DEFAULT, TODO = "interlace 0.75", "todo 0.75"  # todo keeps as many keys, and was timed where interlace was not
 EVERY_STEP = samplers.ALL.name
-IN_CHINESE = {NO_DIFFERENCE: "无明显差异", " of ": "/"}
+IN_CHINESE = {NO_DIFFERENCE: "无明显差异", TOO_FEW_ROUNDS: "轮数太少，无法判断", " of ": "/"}
 
 
 def update(text: str, is_chinese: bool = False) -> str:
@@ -349,24 +350,54 @@ def demo(*name: str) -> list[str]:
     (row,) = [row for row in read("demo")["arms"] if row["arm"] == " ".join(name)]
     seconds, peak = f"{row['step_seconds']:.2f}", f"{row['peak_bytes'] / 1e6:.0f}"
     if row["config"] is None:
-        return [NOT_MEASURED, seconds, *[NOT_MEASURED] * 3, peak, NOT_MEASURED]
-    distance = f"{row['psnr']:.1f}", f"{row['ssim']:.3f}"
+        return [NOT_MEASURED, seconds, *[NOT_MEASURED] * 5, peak, NOT_MEASURED]
+    decibels = [f"{row[name]:.1f}" for name in ("psnr", "worst_psnr")]
+    similarities = [f"{row[name]:.3f}" for name in ("ssim", "worst_ssim")]
     plain, saved = f"{100 * row['plain_share']:.0f} %", f"{100 * row['macs_saved']:.1f} %"
-    return [plain, seconds, f"{row['gain']:.2f}×", *distance, peak, saved]
+    return [plain, seconds, row["gain_in_words"], *decibels, *similarities, peak, saved]
 
 
-def exported_pass(size: str) -> list[str]:
-    """Seconds of a pass of Stable Diffusion 1.5 that is exported; time and memory of `compare` were not measured."""
+def exported_pass(size: str, passes: str) -> list[str]:
+    """A plain pass of Stable Diffusion 1.5 that is exported, and some of them; memory was not measured."""
     (row,) = [row for row in arms(f"sd15_exported_{size}") if row["arm"] == Arm(backend=ONNX_RUNTIME)]
-    return [f"{statistics.median(row['seconds']):.1f} s", NOT_MEASURED, NOT_MEASURED]
+    seconds = statistics.median(row["seconds"])
+    return [f"{seconds:.1f} s", f"{int(passes) * seconds / 60:.0f} min", NOT_MEASURED]
 
 
-def rehearsal() -> list[str]:
-    """`compare` with a model of Stable Diffusion 1.5's sizes on a CPU: a pass, all of it, and memory."""
+def rehearsal(passes: str) -> list[str]:
+    """`compare` with a model of Stable Diffusion 1.5's sizes on a CPU: a plain pass, some of them, and memory."""
     result = read("rehearsal_sd15")
-    cost, plain = result["compare"], result["result"]["arms"][0]
-    spent = f"{cost['seconds'] / 60:.0f} min", f"{cost['peak_bytes'] / 1e9:.1f} GB"
-    return [f"{plain['step_seconds']:.0f} s", *spent]
+    seconds = result["result"]["arms"][0]["step_seconds"]
+    memory = f"{result['compare']['peak_bytes'] / 1e9:.1f} GB"
+    return [f"{seconds:.0f} s", f"{int(passes) * seconds / 60:.0f} min", memory]
+
+
+def claims(factor: float, **wanted: Any) -> list[float]:
+    """The shares of simulated comparisons in which a gain is claimed, of the rows with these values."""
+    rows = [row for row in read("gain_rule")["rows"] if all(row[name] == value for name, value in wanted.items())]
+    return [row["claims"][f"{factor}"] for row in rows]
+
+
+def gain_rule(noise: str) -> list[str]:
+    """False claims and gains that are found in a noise, at each spread: with 9 and 3 rounds, and on the page."""
+
+    def cell(factor: float, **wanted: Any) -> str:
+        return ", ".join(f"{100 * share:.0f}" for share in claims(factor, noise=noise, **wanted)) + " %"
+
+    usual, few = {"rule": "compare", "count": ROUNDS}, {"rule": "compare", "count": FEW_ROUNDS}
+    of_compare = cell(1.0, **usual), cell(1.1, **usual), cell(1.0, **few), cell(1.3, **few)
+    return [*of_compare, cell(1.0, rule="page", count=9), cell(1.0, rule="page", count=19)]
+
+
+def false_claims(rule: str = "compare", *words: str) -> str:
+    """The largest share of simulated comparisons in which a gain is claimed where nothing differs."""
+    return f"{100 * max(claims(1.0, rule=' '.join((rule, *words)))):.0f} %"
+
+
+def gains_found(spread: str) -> str:
+    """The smallest and the largest share, over the noises, in which a gain of 10 % is found by default."""
+    shares = claims(1.1, rule="compare", count=ROUNDS, spread=float(spread))
+    return f"{100 * min(shares):.0f}–{100 * max(shares):.0f} %"
 
 
 def loader(name: str, made_by: str = "export") -> list[str]:
@@ -449,6 +480,9 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
     "demo": demo,
     "exported_pass": exported_pass,
     "rehearsal": rehearsal,
+    "gain_rule": gain_rule,
+    "false_claims": false_claims,
+    "gains_found": gains_found,
     "sdxl_block": sdxl_block,
     "choice": choice,
     "by_runtime": by_runtime,

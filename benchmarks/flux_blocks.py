@@ -39,6 +39,7 @@ import ppdiffusers_tome
 from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.comparison.clock import gain
 from ppdiffusers_tome.comparison.environment import describe_environment
+from ppdiffusers_tome.comparison.option_defaults import ROUNDS
 from ppdiffusers_tome.comparison.results import write_result
 from ppdiffusers_tome.families.blocks import find_blocks
 from ppdiffusers_tome.grid import Grid
@@ -142,7 +143,7 @@ def measure(block: str, rounds: int) -> Case:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", nargs="+", choices=BLOCKS, default=list(BLOCKS), help="default: all")
-    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="default: %(default)s")
     parser.add_argument("--output", type=Path, help="JSON file for the result")
     options = parser.parse_args()
     # ppdiffusers' own calls CUDA kernels.

@@ -458,7 +458,7 @@ def predicted_gains(rows: list[dict[str, Any]], arm: str = CHECKERBOARD) -> dict
 
     Both need one gather of tokens, and the time that attention saves is proportional to the keys removed.
     """
-    from ppdiffusers_tome.comparison.clock import NO_DIFFERENCE, gain
+    from ppdiffusers_tome.comparison.clock import gain
 
     measured = {(row["size"], row["batch"]) for row in rows if row["arm"] == f"onnxruntime {arm}"}
     gains: dict[tuple[int, int], str] = {}
@@ -467,7 +467,7 @@ def predicted_gains(rows: list[dict[str, Any]], arm: str = CHECKERBOARD) -> dict
         if row["arm"] == "onnxruntime todo 0.75" and place not in measured | gains.keys():
             of_cells = gain(reference_of(row, rows)["ms"], row["ms"])
             saved = (1 - 1 / of_cells.factor) * PREDICTED[arm] / 0.75
-            gains[place] = f"{1 / (1 - saved):.2f}×" if of_cells.is_difference else NO_DIFFERENCE
+            gains[place] = f"{1 / (1 - saved):.2f}×" if of_cells.is_difference else str(of_cells)
     return gains
 
 
@@ -531,7 +531,7 @@ def report(options: argparse.Namespace) -> None:
         f"# {(__doc__ or '').splitlines()[0].removesuffix('.')}\n",
         "Milliseconds of a pass in float16 with random weights (medians of rounds in which the arms take turns);",
         "the gain over plain in the same runtime and form, and of plain in a form over plain beside the forms: the",
-        "median of the ratios within the rounds, or no difference where their quartiles include 1; and",
+        "median of the ratios within the rounds, or no difference where these show none; and",
         "the memory that a pass takes beside the weights, in PyTorch with them. Inputs and outputs are on the GPU.",
         "Without a form, ONNX Runtime has channels last, as the package's `OnnxRuntime`.\n",
         *table(["one pass", *heads], [[arm, *(text_of(cell, arm) for cell in cells)] for arm in arms]),

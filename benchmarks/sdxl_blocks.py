@@ -30,6 +30,7 @@ from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.comparison.clock import gain
 from ppdiffusers_tome.comparison.environment import describe_environment
+from ppdiffusers_tome.comparison.option_defaults import ROUNDS
 from ppdiffusers_tome.comparison.results import write_result
 from ppdiffusers_tome.export import tracing
 from ppdiffusers_tome.export.conversion import Converter
@@ -84,7 +85,7 @@ def load(layer: OneBlock, grid: Grid, folder: Path, threads: int, converter: Con
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="JSON file for the result")
     options = parser.parse_args()

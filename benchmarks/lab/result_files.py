@@ -14,6 +14,7 @@ FORMATS = {
     "rehearsal": 1,
     "export_cost": 1,
     "joint_attention": 1,
+    "gain_rule": 1,
 }  # the current format of each kind
 
 

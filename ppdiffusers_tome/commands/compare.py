@@ -15,10 +15,11 @@ from PIL import Image, ImageOps
 from ppdiffusers import DiffusionPipeline
 
 from ..comparison.arms import MIN_SIDE, Figures, Merging, Scene, compare, draw_sheet, make_table
+from ..comparison.clock import FEW_ROUNDS, TOO_FEW_ROUNDS
 from ..comparison.environment import commit, describe_environment
 from ..comparison.fonts import font_for, missing
 from ..comparison.goal import Goal, known_settings, merges_at, parse_goal
-from ..comparison.option_defaults import NOT_REACHED, STRENGTH
+from ..comparison.option_defaults import NOT_REACHED, PROMPT_COUNT, ROUNDS, STRENGTH
 from ..comparison.pipelines import CONTROLNET, as_class, class_to_compare
 from ..comparison.results import make_result, write_result
 from ..comparison.sheets import save_jpeg
@@ -28,18 +29,19 @@ from ..export.loading import load_eager_pipeline, model_defaults, pipeline_class
 from ..families.schedules import most_steps
 from ..files import check_writable
 from ..progress import StepLines
+from ..run.defaults import ModelDefaults
 from ..run.manifest import MANIFEST, ExportedMerging, Manifest, read_manifest
 from ..run.pipeline import load_pipeline
 from ..run.ratios import ratio_name
 from ..run.sizes import Size, parse_size
 from ..serving.jobs import MAX_SEED, MAX_STEPS
 from ..serving.png import upright_rgb
-from ..serving.prompt_file import model_prompts
+from ..serving.prompt_file import PROMPTS, model_prompts
 from ..wording import command_line
 from .image_options import naming_options, runtime_settings, step_settings
 from .merge_options import all_configs
 
-FORMAT = 6  # of the JSON files
+FORMAT = 7  # of the JSON files
 MAX_BATCH = 64
 MAX_ROUNDS = 50  # of a step of each arm, all in one image of at most 1000 steps
 OF_EXPORTS = {
@@ -83,10 +85,9 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         if own.size is None:
             raise ToMeConfigError(f"{options.model} has no size of its own: pass --size.")
         sizes = [Size(own.size, own.size)] if plan.manifest is None else plan.manifest.sizes[:1]
-    named = options.prompt or (own.prompts[:1] if plan.manifest else ())
     about = {name: getattr(options, name) for name in ("model", "controlnet", "seed", "batch", "threads")}
     about |= {"dtype": _dtype()} if plan.manifest is None else runtime_settings(plan.manifest, options)
-    about |= {"prompts": [*named] or model_prompts(options.model, "--prompt")[:1], **step_settings(options, own)}
+    about |= {"prompts": options.prompt or _own_prompts(options.model, plan, own), **step_settings(options, own)}
     if plan.image is not None and type(pipe).__name__ != CONTROLNET:
         about["strength"] = _checked_strength(options.strength, about["steps"])
     if (steps := most_steps(pipe.scheduler, about["steps"])) < about["steps"]:
@@ -100,6 +101,14 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         return _choose(plan.goal, rows, options, command_line(arguments), {**sizes[0]._asdict(), **about})
     print(_next_steps(options, rows))
     return 0
+
+
+def _own_prompts(model: str, plan: Plan, own: ModelDefaults) -> list[str]:
+    """The prompts of a model that has some, at most PROMPT_COUNT; else a general one."""
+    if plan.manifest is not None and own.prompts:
+        return list(own.prompts[:PROMPT_COUNT])
+    count = PROMPT_COUNT if (Path(model) / PROMPTS).is_file() else 1
+    return model_prompts(model, "--prompt")[:count]
 
 
 def _check(options: argparse.Namespace) -> Plan:
@@ -124,6 +133,11 @@ def _check(options: argparse.Namespace) -> Plan:
             )
     if goal is not None and len(sizes) > 1:
         raise ToMeConfigError("--goal needs one --size, because the settings that reach it depend on the size.")
+    if goal is not None and options.rounds < FEW_ROUNDS:
+        raise ToMeConfigError(
+            f"--rounds {options.rounds} is not allowed with --goal, because so few show no gain: pass {FEW_ROUNDS} or "
+            f"more, or leave it out for {ROUNDS}."
+        )
     if options.save is not None and goal is None:
         raise ToMeConfigError(f"--save {options.save} needs --goal, which chooses the settings.")
     image = _check_images(options, manifest)
@@ -284,6 +298,14 @@ def _compare_at(
     """The figures of plain and of each config at a size, plain first; writes and prints them."""
     name = str(size.width) if size.width == size.height else str(size)
     print(f"{name} px, {about['steps']} steps, prompts: {', '.join(about['prompts'])}", flush=True)
+    turns = (len(configs) + 1) * (options.rounds + 1)
+    images = (len(configs) + 1) * len(about["prompts"]) * options.batch
+    steps = int(about["steps"] * about.get("strength", 1))
+    print(
+        f"  takes {images} × {steps} steps for images, and {turns} for the times beside those that keep all tokens: "
+        "fewer with --prompt, --steps and --rounds",
+        flush=True,
+    )
     inputs = {} if image is None else {"image": ImageOps.fit(image, (size.width, size.height))}
     inputs |= {"strength": about["strength"]} if "strength" in about else {}
     scene = Scene(about["prompts"], size, about["steps"], about["guidance_scale"], options.seed, options.batch, inputs)
@@ -321,8 +343,8 @@ def _choose(
     chosen = goal.choose(rows)
     if chosen is None or chosen.config is None:
         best = goal.nearest(rows)
-        found = "nothing is faster than plain here" if best is None else f"the best is {best.summary}"
-        print(f"No settings reach the goal, {goal}: {found}." + (" Nothing is saved." if options.save else ""))
+        reason = f". {_why_no_gain(rows)}" if best is None else f": the best is {best.summary}."
+        print(f"No settings reach the goal, {goal}{reason}" + (" Nothing is saved." if options.save else ""))
         return NOT_REACHED
     print(f"Goal, {goal}: {chosen.summary}\n  {_in_code(chosen.config, options)}")
     if options.save is not None:
@@ -339,7 +361,7 @@ def _next_steps(options: argparse.Namespace, rows: Sequence[Figures]) -> str:
     faster = [(row.gain, row.config) for row in rows if row.config is not None and row.gain is not None]
     gain, config = max(faster, key=lambda pair: pair[0], default=(0.0, ToMeConfig()))
     if gain <= 1:
-        return "Merging is not faster here. It gains more in larger images."
+        return _why_no_gain(rows)
     in_code = f"  {_in_code(config, options)}   # in your own code"
     if isinstance(config, ExportedMerging):
         return f"Next:\n{in_code}"
@@ -356,6 +378,13 @@ def _next_steps(options: argparse.Namespace, rows: Sequence[Figures]) -> str:
     ]  # and plain programs, for compare and clients that ask for 0
     export = f"  {command_line(words)}   # on a CPU: faster programs"
     return "\n".join(["Next:", export, in_code])
+
+
+def _why_no_gain(rows: Sequence[Figures]) -> str:
+    """What the figures say where none shows a gain."""
+    if any(row.gain_in_words == TOO_FEW_ROUNDS for row in rows):
+        return f"So few rounds do not tell whether merging is faster here: pass --rounds {ROUNDS} or more."
+    return "Merging is not faster here, as far as these rounds show. It gains more in larger images."
 
 
 def _in_code(merging: Merging, options: argparse.Namespace) -> str:

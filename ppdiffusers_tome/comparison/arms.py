@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from statistics import mean, median
+from statistics import median
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,7 +20,7 @@ from ..run.models import ExportedUNet
 from ..run.sizes import Size
 from ..summary import ToMeSummary
 from ..wording import merging_in_words
-from .clock import NO_DIFFERENCE, gain, now, order_of_round
+from .clock import gain, now, order_of_round
 from .fonts import Font
 from .option_defaults import ROUNDS
 from .peak_memory import peak_bytes, restart_peak
@@ -76,11 +76,13 @@ class Figures:
     rounds: list[float]  # seconds of each timed step; of steps that merge, except for plain
     plain_share: float  # of the steps of an image: those that keep all tokens; 0 for plain
     step_seconds: float  # of a step of an image: the median over the rounds, with the share of plain steps
-    # Plain's step divided by this one's in each round: the median, None also if the rounds show no difference.
-    gain: float | None
-    gain_quartiles: tuple[float, float] | None
-    psnr: float | None  # dB, the mean over the images, infinite for equal images
-    ssim: float | None  # the mean over the images
+    gain: float | None  # plain's step divided by this one's; None also if no difference is claimed
+    gain_interval: tuple[float, float] | None  # of `clock.Gain`
+    gain_in_words: str | None  # the factor, or why no difference is claimed
+    psnr: float | None  # dB, the median over the images, infinite for equal images
+    ssim: float | None  # the median over the images
+    worst_psnr: float | None  # of the image that is furthest from plain by it; None too if there is one image
+    worst_ssim: float | None
     peak_bytes: int | None  # of memory in a timed step, with the weights; None where it is not known
     # Of the first block; None for an exported model, which has no blocks to count in.
     tokens: int | None  # before merging
@@ -96,7 +98,9 @@ class Figures:
     def summary(self) -> str:
         """Name and distance from plain in a line."""
         assert self.psnr is not None
-        return f"{self.arm}, {_gain(self)} as fast as plain, PSNR {self.psnr:.1f} dB, SSIM {self.ssim:.3f}"
+        gained = f"{self.arm}, {self.gain_in_words} as fast as plain"
+        worst = "" if self.worst_psnr is None else f" (worst {self.worst_psnr:.1f})"
+        return f"{gained}, PSNR {self.psnr:.1f} dB{worst}, SSIM {self.ssim:.3f}"
 
 
 @dataclass
@@ -132,6 +136,8 @@ class ComparedArm:
         seconds = self.seconds_in_image(plain)
         gained, saved = gain(plain.step_seconds, seconds), self.summary.saved_share
         pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(plain.images, self.images, strict=True)]
+        decibels, similarities = [psnr(*pair) for pair in pairs], [ssim(*pair) for pair in pairs]
+        has_worst = not is_plain and len(pairs) > 1
         return Figures(
             arm=self.name,
             config=self.config,
@@ -139,9 +145,12 @@ class ComparedArm:
             plain_share=share,
             step_seconds=median(seconds),
             gain=gained.factor if gained.is_difference and not is_plain else None,
-            gain_quartiles=None if is_plain else (gained.low, gained.high),
-            psnr=None if is_plain else mean(psnr(*pair) for pair in pairs),
-            ssim=None if is_plain else mean(ssim(*pair) for pair in pairs),
+            gain_interval=None if is_plain else (gained.low, gained.high),
+            gain_in_words=None if is_plain else str(gained),
+            psnr=None if is_plain else median(decibels),
+            ssim=None if is_plain else median(similarities),
+            worst_psnr=min(decibels) if has_worst else None,
+            worst_ssim=min(similarities) if has_worst else None,
             peak_bytes=max(peaks, default=None),
             **self._tokens(),
             macs_saved=None if is_plain or saved is None else (1 - share) * saved,
@@ -310,9 +319,11 @@ def make_table(rows: Sequence[Figures]) -> str:
         "": [row.arm for row in rows],
         "plain steps": ["" if not row.plain_share else f"{row.plain_share:.0%}" for row in rows],
         "s/step": [f"{row.step_seconds:.4g}" for row in rows],
-        "gain": [_gain(row) for row in rows],
+        "gain": [row.gain_in_words or "" for row in rows],
         "PSNR, dB": ["" if row.psnr is None else f"{row.psnr:.1f}" for row in rows],
+        "worst PSNR": ["" if row.worst_psnr is None else f"{row.worst_psnr:.1f}" for row in rows],
         "SSIM": ["" if row.ssim is None else f"{row.ssim:.3f}" for row in rows],
+        "worst SSIM": ["" if row.worst_ssim is None else f"{row.worst_ssim:.3f}" for row in rows],
         "peak MB": ["" if row.peak_bytes is None else f"{row.peak_bytes / 1e6:.0f}" for row in rows],
         "MACs saved": ["" if row.macs_saved is None else f"{row.macs_saved:.1%}" for row in rows],
     }
@@ -322,12 +333,6 @@ def make_table(rows: Sequence[Figures]) -> str:
     return "\n".join(
         "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines
     )
-
-
-def _gain(row: Figures) -> str:
-    if row.gain_quartiles is None:
-        return ""
-    return NO_DIFFERENCE if row.gain is None else f"{row.gain:.2f}×"
 
 
 def draw_sheet(arms: Sequence[ComparedArm], scene: Scene, font: Font) -> Image.Image:

@@ -87,10 +87,10 @@ def test_committed_results_have_these_arms_alone():
 
 def test_an_arm_that_is_no_faster_has_no_factor_and_no_place_on_the_frontier():
     seconds = {
-        "rest": [0.0, 0.0, 0.0],
-        "plain": [1.0, 2.0, 1.0],
-        "interlace 0.75": [0.5, 2.5, 1.0],
-        "todo 0.75": [0.5] * 3,
+        "rest": [0.0] * 9,
+        "plain": [1.0, 2.0, 1.0] * 3,
+        "interlace 0.75": [0.5, 2.5, 1.0] * 3,
+        "todo 0.75": [0.5] * 9,
     }
     entries = [{"name": arm.name, "group": "merging", "settings": arm.to_json(), "psnr": psnr, "perceptual": 0.1}
                for arm, psnr in ((Arm(ToMeConfig(0.75)), 50.0), (Arm(ToMeConfig(0.75, "todo")), 30.0))]  # fmt: skip

@@ -25,7 +25,9 @@ from ppdiffusers_tome.commands import compare_options
 from ppdiffusers_tome.commands.merge_options import all_configs, merge_configs
 from ppdiffusers_tome.comparison import environment, fonts
 from ppdiffusers_tome.comparison.arms import ComparedArm, Figures, Scene, compare, make_table
+from ppdiffusers_tome.comparison.clock import NO_DIFFERENCE, TOO_FEW_ROUNDS, gain
 from ppdiffusers_tome.comparison.goal import KNOWN, Goal, known_settings, merges_at, parse_goal
+from ppdiffusers_tome.comparison.option_defaults import KNOWN_RATIOS, PROMPT_COUNT, ROUNDS
 from ppdiffusers_tome.comparison.pipelines import CONTROLNET, class_to_compare
 from ppdiffusers_tome.comparison.sheets import make_sheet
 from ppdiffusers_tome.comparison.similarity import psnr, ssim
@@ -47,6 +49,7 @@ def pipe(tiny):
     tiny.remove_tome()
 
 
+FEW_ROUNDS = ["--rounds", "3"]  # the fewest that a goal takes
 ONE_STEP = ["--steps", "1", "--threads", "1", "--rounds", "1"]
 
 
@@ -58,7 +61,8 @@ def run_compare(model, output, *options):
 def figures(arm="interlace 0.5", gain=1.5, psnr=30.0, **changes):
     """Figures of an arm, of which a goal reads these."""
     fields = dict.fromkeys(Figures.__dataclass_fields__)
-    of_arm = {"arm": arm, "config": HALF, "gain": gain, "gain_quartiles": (1.0, 1.0), "psnr": psnr, "ssim": 0.9}
+    words = NO_DIFFERENCE if gain is None else f"{gain:.2f}×"
+    of_arm = {"arm": arm, "config": HALF, "gain": gain, "gain_in_words": words, "psnr": psnr, "ssim": 0.9}
     return Figures(**fields | of_arm | changes)
 
 
@@ -75,8 +79,10 @@ def test_images_are_those_of_the_pipeline(pipe):
     assert np.array_equal(half.images[1], merged) and not np.array_equal(merged, expected[1])
     pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(plain.images, half.images, strict=True)]
     measured = half.figures(plain)
-    assert measured.psnr == pytest.approx(np.mean([psnr(*pair) for pair in pairs]))
-    assert measured.ssim == pytest.approx(np.mean([ssim(*pair) for pair in pairs]))
+    decibels, similarities = [psnr(*pair) for pair in pairs], [ssim(*pair) for pair in pairs]
+    assert (measured.psnr, measured.ssim) == (np.median(decibels), np.median(similarities))
+    assert (measured.worst_psnr, measured.worst_ssim) == (min(decibels), min(similarities))
+    assert measured.worst_psnr < measured.psnr
 
 
 def test_steps_take_turns_in_one_image(pipe, monkeypatch):
@@ -118,11 +124,12 @@ def test_gain_is_the_median_of_the_ratios_within_the_rounds(pipe):
     plain, half = compare(pipe, SCENE, [HALF], rounds=1)
     plain.step_seconds, half.step_seconds = [2.0, 9.0, 4.0], [1.0, 3.0, 2.5]
     row = half.figures(plain)
-    assert (row.step_seconds, row.gain, row.gain_quartiles) == (2.5, 2.0, (1.8, 2.5))  # 4 / 2.5 is 1.6
+    assert (row.step_seconds, row.gain, row.gain_interval) == (2.5, 2.0, (1.6, 3.0))  # 4 / 2.5 is 1.6
     assert row.keys < row.queries == row.tokens == 256 and row.macs_saved > 0
     of_plain = plain.figures(plain)
     assert (of_plain.queries, of_plain.keys) == (256, 256)
-    assert {of_plain.psnr, of_plain.ssim, of_plain.gain, of_plain.gain_quartiles, of_plain.macs_saved} == {None}
+    assert {of_plain.psnr, of_plain.ssim, of_plain.gain, of_plain.gain_interval, of_plain.macs_saved} == {None}
+    assert of_plain.gain_in_words is None
     header, first, second = make_table([of_plain, row]).splitlines()
     assert header.split()[:4] == ["s/step", "gain", "PSNR,", "dB"] and first.split()[:2] == ["plain", "4"]
     assert second.startswith("interlace 0.5     2.5  2.00×  ") and len(second) == len(header)
@@ -130,11 +137,11 @@ def test_gain_is_the_median_of_the_ratios_within_the_rounds(pipe):
 
 def test_the_gain_is_that_of_an_image_some_of_whose_steps_keep_all_tokens(pipe):
     everywhere = ToMeConfig(0.5, merge_steps="all")
-    plain, half, always = compare(pipe, replace(SCENE, steps=10), [HALF, everywhere], rounds=1)
+    plain, half, always = compare(pipe, replace(SCENE, steps=10), [HALF, everywhere], rounds=3)
     timesteps = timesteps_of(pipe.scheduler, 10)
     assert half.timesteps == 2 * timesteps and half.plain_share == PLAIN_STEPS.count(timesteps) / 10 > 0.2
     assert (plain.plain_share, always.plain_share) == (0, 0)
-    plain.step_seconds, half.step_seconds, always.step_seconds = [4.0], [2.0], [2.0]
+    plain.step_seconds, half.step_seconds, always.step_seconds = [4.0] * 3, [2.0] * 3, [2.0] * 3
     plain.peaks, half.peaks, always.peaks = [900], [500], [500]
     row, of_always = half.figures(plain), always.figures(plain)
     seconds = 4 * half.plain_share + 2 * (1 - half.plain_share)
@@ -158,13 +165,51 @@ def test_only_steps_that_merge_are_turns(pipe):
     assert len(seen[:steps]) - PLAIN_STEPS.count(seen[:steps]) >= 10 > len(fewer) - PLAIN_STEPS.count(fewer)
 
 
-def test_rounds_that_do_not_differ_give_no_factor(pipe):
-    """The quartiles of the ratios within the rounds are on both sides of 1, whatever the medians are."""
+@pytest.mark.parametrize(
+    ("plain_seconds", "half_seconds", "words"),
+    [
+        ([1.0, 2.0, 6.0] * 3, [2.0, 1.0, 3.0] * 3, NO_DIFFERENCE),  # whatever the medians are
+        ([1.0, 2.0, 6.0], [2.0, 1.0, 3.0], TOO_FEW_ROUNDS),
+        ([2.0], [1.0], TOO_FEW_ROUNDS),
+    ],
+)
+def test_rounds_that_show_no_difference_give_no_factor(pipe, plain_seconds, half_seconds, words):
     plain, half = compare(pipe, SCENE, [HALF], rounds=1)
-    plain.step_seconds, half.step_seconds = [1.0, 2.0, 6.0, 1.0], [2.0, 1.0, 3.0, 2.0]
+    plain.step_seconds, half.step_seconds = plain_seconds, half_seconds
     row = half.figures(plain)
-    assert row.gain is None and row.gain_quartiles == (0.5, 2.0)
-    assert "no difference" in make_table([plain.figures(plain), row]) and "×" not in make_table([row])
+    assert row.gain is None and row.gain_in_words == words and len(row.gain_interval) == 2
+    assert words in make_table([plain.figures(plain), row]) and "×" not in make_table([row])
+
+
+@pytest.mark.parametrize(
+    ("ratios", "words"),
+    [
+        ([1.2] * 9, "1.20×"),
+        ([0.8] * 9, "0.80×"),
+        ([1.2] * 8 + [0.5], "1.20×"),  # a single round may disagree
+        ([1.2] * 7 + [0.5] * 2, NO_DIFFERENCE),
+        ([1.019] * 9, NO_DIFFERENCE),  # within the margin of 2 %, however small the noise is
+        ([1 / 1.019] * 9, NO_DIFFERENCE),
+        ([1.021] * 6, "1.02×"),
+        ([1.021] * 5 + [0.99], NO_DIFFERENCE),
+        ([1.2] * 5, "1.20×"),  # few rounds show a large difference, if each of them does
+        ([1.2] * 4 + [1.09], TOO_FEW_ROUNDS),
+        ([0.8] * 3, "0.80×"),
+        ([0.95] * 3, TOO_FEW_ROUNDS),
+        ([3.0] * 2, TOO_FEW_ROUNDS),
+        ([3.0], TOO_FEW_ROUNDS),
+    ],
+)
+def test_a_difference_is_claimed_beyond_a_margin_and_from_enough_rounds(ratios, words):
+    assert str(gain(ratios, [1.0] * len(ratios))) == words
+
+
+@pytest.mark.parametrize("rounds", [6, 7, 8, 9, 12, 15, 21, 50])
+def test_the_interval_of_a_gain_is_scipys(rounds):
+    stats = pytest.importorskip("scipy.stats")
+    ratios = np.random.RandomState(0).lognormal(size=rounds).tolist()
+    gained = gain(ratios, [1.0] * rounds)
+    assert (gained.low, gained.high) == tuple(stats.quantile_test(ratios, p=0.5).confidence_interval(0.95))
 
 
 @pytest.mark.parametrize("shape", [(64, 64, 3), (33, 47, 3), (16, 16, 3)])
@@ -262,12 +307,13 @@ def test_pipeline_that_reports_no_steps_is_refused(pipe, monkeypatch):
 def test_command_writes_sheet_figures_and_table(model, tmp_path, capsys):
     """For each size, which is a side or width x height."""
     options = ["--size", "32", "48x32", "--ratio", "0.5", "0.25", "--steps", "2", "--guidance-scale", "2"]
+    options += ["--prompt", "a fox"]
     assert run_compare(model, tmp_path, *options) == 0
     printed, reports = capsys.readouterr()
     assert "  1 image, plain …\n" in reports and "1 images" not in reports
     for name, (width, height) in {"32": (32, 32), "48x32": (48, 32)}.items():
         result = json.loads((tmp_path / f"compare_{name}.json").read_text())
-        assert (result["kind"], result["format"]) == ("comparison", 6)
+        assert (result["kind"], result["format"]) == ("comparison", 7)
         assert [result[field] for field in ("prompts", "width", "height", "steps")] == [["a fox"], width, height, 2]
         assert [row["arm"] for row in result["arms"]] == ["plain", "interlace 0.5", "interlace 0.25"]
         assert result["arms"][1]["config"]["ratio"] == 0.5 and result["arms"][0]["tokens"] == width * height // 4
@@ -277,18 +323,55 @@ def test_command_writes_sheet_figures_and_table(model, tmp_path, capsys):
     assert printed.count("images: ") == 2
 
 
+def test_several_prompts_of_the_model_show_the_worst_image(tmp_path, capsys, exported_folder):
+    """By default. What the images and the times take is printed before they are made."""
+    output = tmp_path / "outputs"
+    assert run_compare(EMOJI_SD, output, "--size", "64", "--ratio", "0.5", "--rounds", "2") == 0
+    result = json.loads((output / "compare_64.json").read_text())
+    own = (EMOJI_SD / "prompts.txt").read_text().splitlines()
+    assert result["prompts"] == own[:PROMPT_COUNT] and PROMPT_COUNT > 2
+    plain, half = result["arms"]
+    assert half["worst_psnr"] < half["psnr"] and half["worst_ssim"] < half["ssim"]
+    assert plain["worst_psnr"] is None and half["gain_in_words"] == TOO_FEW_ROUNDS
+    cost, header, _, row = capsys.readouterr().out.splitlines()[1:5]
+    assert f"{2 * PROMPT_COUNT} × 1 steps for images, and 6 for the times" in cost
+    columns = re.split("  +", header.strip())
+    cells = re.split("  +", row.strip())[-len(columns) :]
+    shown = dict(zip(columns, cells, strict=True))
+    assert shown["gain"] == TOO_FEW_ROUNDS
+    assert (shown["PSNR, dB"], shown["worst PSNR"]) == (f"{half['psnr']:.1f}", f"{half['worst_psnr']:.1f}")
+    assert (shown["SSIM"], shown["worst SSIM"]) == (f"{half['ssim']:.3f}", f"{half['worst_ssim']:.3f}")
+    assert run_compare(EMOJI_SD, output, "--size", "64", "--prompt", "a fox") == 0
+    assert json.loads((output / "compare_64.json").read_text())["arms"][1]["worst_psnr"] is None
+    assert "worst" not in capsys.readouterr().out
+    folder = shutil.copytree(exported_folder, tmp_path / "exported")
+    (folder / "defaults.json").write_text(json.dumps({"prompts": [f"prompt {n}" for n in range(9)]}))
+    assert run_compare(folder, output) == 0
+    of_export = json.loads((output / "compare_32.json").read_text())["prompts"]
+    assert of_export == [f"prompt {n}" for n in range(PROMPT_COUNT)]
+
+
 def test_a_model_without_prompts_and_a_guidance_scale_of_zero(model, tmp_path, capsys):
     """The message names the option for other prompts; 0 is a value, in place of the model's own."""
     folder = shutil.copytree(model, tmp_path / "model", ignore=shutil.ignore_patterns("prompts.txt"))
     assert run_compare(folder, tmp_path / "outputs", "--guidance-scale", "0") == 0
     assert re.search(r"prompts\.txt .*--prompt ", capsys.readouterr().err)
-    assert json.loads((tmp_path / "outputs" / "compare_32.json").read_text())["guidance_scale"] == 0
+    result = json.loads((tmp_path / "outputs" / "compare_32.json").read_text())
+    assert result["guidance_scale"] == 0 and len(result["prompts"]) == 1
 
 
 def parse(*given):
     parser = argparse.ArgumentParser()
     compare_options.add(parser.add_subparsers())
     return parser.parse_args(["compare", *given])
+
+
+def test_help_says_what_a_goal_tries(capsys):
+    with pytest.raises(SystemExit):
+        main(["compare", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"Tries interlace at {', '.join(map(str, KNOWN_RATIOS))}; with --method" in text
+    assert known_settings([]) == [ToMeConfig(ratio, "interlace") for ratio in KNOWN_RATIOS]
 
 
 def test_next_steps_name_what_was_fastest(capsys):
@@ -313,6 +396,8 @@ def test_next_steps_name_what_was_fastest(capsys):
     ]
     for rows in ([PLAIN_FIGURES, figures(gain=0.99)], [PLAIN_FIGURES, figures(gain=None)]):
         assert "not faster here" in compare_command._next_steps(options, rows)
+    unknown = figures(gain=None, gain_in_words=TOO_FEW_ROUNDS)
+    assert f"--rounds {ROUNDS} or more" in compare_command._next_steps(options, [PLAIN_FIGURES, unknown])
 
 
 def test_each_method_runs_at_the_ratios_that_it_allows(tmp_path):
@@ -348,11 +433,12 @@ def test_command_saves_the_settings_that_reach_the_goal(model, tmp_path, capsys,
 
     def with_gain(arm, plain):
         tried.append(arm.name)
-        return replace(measured(arm, plain), gain=gains.get(arm.name), psnr=50 - 10 * gains.get(arm.name, 0))
+        gain = gains.get(arm.name, 0)
+        return replace(measured(arm, plain), gain=gain or None, gain_in_words=f"{gain:.2f}×", psnr=50 - 10 * gain)
 
     monkeypatch.setattr(ComparedArm, "figures", with_gain)
     save = tmp_path / "new" / "tome.json"
-    options = ["--method", "interlace", "todo", "--save", str(save)]
+    options = [*FEW_ROUNDS, "--method", "interlace", "todo", "--save", str(save)]
     assert run_compare(model, tmp_path, *options, "--goal", "1.4x") == 0
     assert re.search("interlace 0.5, 1.50×.* 35.0 dB", capsys.readouterr().out)
     assert ToMeConfig.load(save) == HALF
@@ -366,21 +452,26 @@ def test_command_saves_the_settings_that_reach_the_goal(model, tmp_path, capsys,
     save.unlink()
     assert run_compare(model, tmp_path, *options, "--goal", "1.7x") == 1
     assert "todo 0.75, 1.60×" in capsys.readouterr().out and not save.exists()
-    monkeypatch.setattr(ComparedArm, "figures", lambda arm, plain: replace(measured(arm, plain), gain=None))
-    assert run_compare(model, tmp_path, *options, "--goal", "30dB", "--ratio", "0.5") == 1
-    assert "nothing is faster" in capsys.readouterr().out and not save.exists()
+    for words, printed in ((NO_DIFFERENCE, "not faster here"), (TOO_FEW_ROUNDS, f"--rounds {ROUNDS} or more")):
+
+        def without_gain(arm, plain, words=words):
+            return replace(measured(arm, plain), gain=None, gain_in_words=words)
+
+        monkeypatch.setattr(ComparedArm, "figures", without_gain)
+        assert run_compare(model, tmp_path, *options, "--goal", "30dB", "--ratio", "0.5") == 1
+        assert printed in capsys.readouterr().out and not save.exists()
 
 
 def test_a_goal_at_a_size_at_which_nothing_merges_is_an_error(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare_command, "merges_at", lambda *_: False)
-    assert run_compare(model, tmp_path / "outputs", "--goal", "30dB") == 2
+    assert run_compare(model, tmp_path / "outputs", *FEW_ROUNDS, "--goal", "30dB") == 2
     assert "--size 32x32" in capsys.readouterr().err and not (tmp_path / "outputs").exists()
 
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
 def test_exported_ratios_are_compared(runtime, onnx_folder, tmp_path, capsys):
     save = tmp_path / "tome.json"
-    options = ["--model", str(onnx_folder), "--runtime", runtime, "--steps", "2", "--threads", "1", "--rounds", "1"]
+    options = ["--model", str(onnx_folder), "--runtime", runtime, "--steps", "2", "--threads", "1", *FEW_ROUNDS]
     assert main(["compare", *options, "--output", str(tmp_path), "--goal", "0.1dB", "--save", str(save)]) in (0, 1)
     result = json.loads((tmp_path / "compare_40x32.json").read_text())
     exported = read_manifest(onnx_folder).merging["0.5"][0]
@@ -401,7 +492,7 @@ def test_an_export_of_a_method_that_is_no_more_is_compared_but_not_saved(exporte
     manifest["merging"]["0.5"] = [{"ratio": 0.5, "method": "default", "window": 4}, None]
     (folder / "tome.json").write_text(json.dumps(manifest))
     options = ["--prompt", "a fox"]
-    assert run_compare(folder, tmp_path / "outputs", *options, "--goal", "1.1x", "--save", str(save)) == 2
+    assert run_compare(folder, tmp_path / "outputs", *options, *FEW_ROUNDS, "--goal", "1.1x", "--save", str(save)) == 2
     error = capsys.readouterr().err
     assert f"--save {save}" in error and "method='default', window=4" in error
     assert not (tmp_path / "outputs").exists(), "before anything is loaded"
@@ -534,6 +625,7 @@ def test_command_with_a_controlnet(tmp_path, capsys):
         (["--runtime", "paddle"], "--runtime paddle "),
         (["--goal", "1.4"], "--goal 1.4 .* 1.4x"),
         (["--goal", "1.4x", "--size", "64", "128"], "--goal .*one --size"),
+        (["--goal", "1.4x", "--rounds", "2"], "--rounds 2 .*--goal.* 3 or more"),
         (["--save", "x.json"], "--save x.json .*--goal"),
         (["--goal", "35dB", "--save", str(EMOJI_SD)], "emoji_sd .*name a file"),
         (["--goal", "35dB", "--save", "/proc/x/y.json"], "--save /proc/x "),
@@ -599,7 +691,8 @@ def test_a_terminal_without_utf_8_shows_escapes(model, tmp_path, monkeypatch):
         print("狐", flush=True)
         assert printed.getvalue() == rb"\u72d0" + b"\n"
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
-    options = ["--goal", "0.1dB", "--ratio", "0.5", "--save", str(tmp_path / "größe.json"), "--prompt", "红狐狸"]
+    options = [*FEW_ROUNDS, "--goal", "0.1dB", "--ratio", "0.5", "--prompt", "红狐狸"]
+    options += ["--save", str(tmp_path / "größe.json")]
     assert run_compare(model, tmp_path / "outputs", *options) in (0, 1)
     sys.stdout.flush()
     assert rb"prompts: \u7ea2\u72d0\u72f8" in printed.getvalue() and b"oal" in printed.getvalue()

@@ -114,7 +114,7 @@ class Reader:
                 assert self.exports[folder] == words, f"another export was written to {folder} before"
                 return None
             self.exports[folder] = words
-        fewer = ["--rounds", "2"] if words[0] == "compare" else []
+        fewer = ["--rounds", "3"] if words[0] == "compare" else []
         if "--goal" in words:  # test_compare.py tries the settings of all methods
             fewer += ["--method", "todo"]
         expected = (0, 1) if "--goal" in words else (0,)  # 1: nothing reaches the goal

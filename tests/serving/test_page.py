@@ -398,21 +398,21 @@ def test_speed_is_a_spread_and_not_a_number_of_one_image(browser, fake):
     fake.engine.seconds = {0.0: 0.06, 0.5: 0.02}
     with opened(browser, fake) as page:
         generate(page, steps=2, seed=1)
-        expect(page.locator("#speed-note")).to_have_text("needs 4 steps or more")
-        generate(page, steps=8, seed=2)
+        expect(page.locator("#speed-note")).to_contain_text("needs 10 steps or more")
+        generate(page, steps=10, seed=2)
         expect(page.locator("#speed")).to_have_text(re.compile(r"[0-9.]+× as fast"))
         assert results_of(page)["shown"]["speed"]["times_as_fast"] == pytest.approx(3, rel=0.4)
-        expect(page.locator("#left-spread")).to_contain_text("7 steps")
+        expect(page.locator("#left-spread")).to_contain_text("9 steps")
         assert "fast" not in page.inner_text("#phase")
         fake.engine.seconds = {0.0: 0.02, 0.5: 0.02}
         page.click("#again")
         expect(page.locator("#again")).to_be_disabled()
         assert page.get_attribute("#again", "title") == "When the images are done."
         expect(page.locator("#phase")).to_contain_text("Done: 6 images")
-        expect(page.locator("#left-spread")).to_contain_text("28 steps")
+        expect(page.locator("#left-spread")).to_contain_text("36 steps")
         assert [call[0].ratio for call in fake.engine.calls[-6:]] == [0, 0.5] * 3
         fake.engine.seconds = {0.0: 0.1, 0.5: 0.1}  # long: other processes may take milliseconds of a step
-        generate(page, steps=6, seed=3)
+        generate(page, steps=10, seed=3)
         expect(page.locator("#speed")).to_have_text("about the same")
         expect(page.locator("#speed-note")).to_contain_text("the spreads overlap")
 

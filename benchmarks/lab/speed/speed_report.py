@@ -74,7 +74,7 @@ def _table(frame: pd.DataFrame, numbers: dict[Path, str]) -> pd.DataFrame:
 
 
 def _cell(arm: dict[str, Any]) -> str:
-    """Seconds, the gain over plain with the quartiles within the rounds, and peak memory; bold if it is slower."""
+    """Seconds, the gain over plain with the interval of its median, and peak memory; bold if it is slower."""
     if arm["status"] != MEASURED:
         return str(arm["status"])
     cell = f"{number(arm['time'])} s"

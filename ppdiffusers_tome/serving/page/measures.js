@@ -1,8 +1,8 @@
 // Distances between two images, and the comparison of two sets of times. This module needs no document.
 
 const SCALES = [16, 32, 64, 128, 255]; // levels that may be white in a difference map
-const MIN_TIMES = 3; // fewer times show no spread
-const NEAR = 1.02; // speed-up: a smaller one may be the noise of a busy machine
+const MIN_TIMES = 9; // of fewer, the quartiles are too often apart by chance (benchmarks/gain_rule.py)
+const NEAR = 1.02; // speed-up: a smaller one may be the noise of a busy machine. clock.py has the same margin
 
 /** Mean squared error over pixels and colors. */
 function squaredError(a, b) {
