@@ -93,7 +93,7 @@ def test_a_predictor_computes_the_same_leaves_no_trace_and_uses_its_program_agai
     np.testing.assert_allclose(actual, expected, atol=1e-5)
     np.testing.assert_array_equal(workload.run().numpy(), plain)
     again = open_backend("predictor", workload, tmp_path)
-    with patch.object(backends, "save", side_effect=AssertionError("exported")):
+    with patch.object(backends, "TracedProgram", side_effect=AssertionError("exported")):
         np.testing.assert_array_equal(again.output(Arm(merging, backend="predictor")), actual)
         with pytest.raises(AssertionError, match="exported"):
             again.output(Arm(ToMeConfig(0.5, "todo"), backend="predictor"))
@@ -107,7 +107,7 @@ def test_arms_as_onnx_compute_the_same_and_share_weights(tmp_path):
             expected = eager.output(replace(arm, backend="eager"))
             np.testing.assert_allclose(openvino.output(arm), expected, atol=1e-5 * np.abs(expected).max())
             assert openvino.seconds(arm) > 0 and openvino.peak_memory(arm) is None
-            with patch.object(backends, "save", side_effect=AssertionError("exported")):
+            with patch.object(backends, "TracedProgram", side_effect=AssertionError("exported")):
                 np.testing.assert_allclose(onnx.output(arm), expected, atol=1e-5 * np.abs(expected).max())
     assert {path.suffix for path in tmp_path.iterdir() if path.is_file()} == {".json", ".onnx", ".weights"}
     (weights,) = tmp_path.glob("*.weights")
