@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config import ToMeConfig, check_names, controlnet_config
 from ..errors import ParameterError, ToMeConfigError, ToMeExportError
-from ..replacement import check_replaceable, restore
+from ..replacement import check_replaceable
 from ..run.manifest import MANIFEST, ProgramMerging
 from ..run.ratios import ratio_name
 from ..run.sizes import Size
@@ -109,7 +109,6 @@ class ExportRequest:
 
     def _check_folder(self) -> None:
         folder = self.folder
-        restore(folder)
         try:
             check_replaceable(folder, self.overwrite)
         except OSError as error:

@@ -31,8 +31,9 @@ from ppdiffusers_tome.export import export as export_module
 from ppdiffusers_tome.export import loading, programs, tracing
 from ppdiffusers_tome.export.comparison import TOLERANCE, relative_difference
 from ppdiffusers_tome.export.exportable import READERS
+from ppdiffusers_tome.export.layouts import PpdiffusersLayout
 from ppdiffusers_tome.export.loading import load_eager_pipeline, require_model_folder
-from ppdiffusers_tome.export.request import DenoiserMerging, list_merging, list_sizes
+from ppdiffusers_tome.export.request import DenoiserMerging, ExportRequest, list_merging, list_sizes
 from ppdiffusers_tome.inference import (
     PaddleRuntime,
     Size,
@@ -257,16 +258,20 @@ def test_what_the_refiner_needs(tmp_path, name):
 # Errors leave nothing behind
 
 
-def test_the_earlier_export_is_there_after_a_kill(exported_folder, tiny, tmp_path):
-    """Between two renames it has another name: readers report it, and change nothing; writers rename it back."""
+def test_the_earlier_export_is_there_after_a_kill(exported_folder, tiny, tmp_path, monkeypatch):
+    """Between two renames it has another name, which readers and requests report; what writes renames it back."""
     shutil.copytree(exported_folder, tmp_path / ".out.replaced")
     for read in (read_manifest, load_pipeline):
         with pytest.raises(ToMeExportError, match=r"/\.out\.replaced.* rename .*/out"):
             read(tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == [".out.replaced"]
-    with pytest.raises(ToMeExportError, match="--overwrite"):
+    with pytest.raises(ToMeExportError, match=r"/\.out\.replaced: rename it, or .*--overwrite"):
         export(tiny, tmp_path / "out", 0.5)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    ExportRequest(tmp_path / "out", None, None, PpdiffusersLayout("paddle"), overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == [".out.replaced"]
+    monkeypatch.setattr(export_module._Writer, "write", lambda _: pytest.fail("it writes"))
+    with pytest.raises(pytest.fail.Exception):
+        export(tiny, tmp_path / "out", 0.5, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and read_manifest(tmp_path / "out")
 
 
 def test_program_that_differs_is_an_error(tiny, tmp_path):
