@@ -62,13 +62,15 @@ from ppdiffusers_tome.comparison.environment import commit, describe_environment
 from ppdiffusers_tome.comparison.option_defaults import ROUNDS
 from ppdiffusers_tome.comparison.results import write_result
 from ppdiffusers_tome.comparison.similarity import psnr
-from ppdiffusers_tome.export import programs, tracing
+from ppdiffusers_tome.export import programs
 from ppdiffusers_tome.export.conversion import Converter
 from ppdiffusers_tome.export.loading import load_eager_pipeline, model_defaults
+from ppdiffusers_tome.export.tracing import TracedProgram
 from ppdiffusers_tome.families.pipelines import text_tokens, vae_factor
-from ppdiffusers_tome.inference import ProgramFile, Size, export_pipeline, load_pipeline
+from ppdiffusers_tome.inference import Size, export_pipeline, load_pipeline
 from ppdiffusers_tome.run.folder import ExportedFolder
-from ppdiffusers_tome.run.manifest import PlannedProgram
+from ppdiffusers_tome.run.formats import RUNTIME_FORMATS
+from ppdiffusers_tome.run.manifest import Files, Format, PlannedProgram
 from ppdiffusers_tome.run.pipeline import RUNTIMES
 from ppdiffusers_tome.serving.engine import Engine
 from ppdiffusers_tome.serving.prompt_file import model_prompts
@@ -281,10 +283,9 @@ class Programs:
         record = folder / "program.json"
         with FileLock(f"{folder}.lock"):
             if not record.exists():
-                file = self._trace(key, reuses, folder)
-                write_result(record, {name: getattr(file, name) for name in ("program", "params", "onnx")})
-        file = ProgramFile("unet", **json.loads(record.read_text(encoding="utf-8")))
-        return RUNTIMES[runtime](threads=self._evaluation.threads).load(ExportedFolder(folder), file)
+                write_result(record, self._trace(key, reuses, folder))
+        files = Files(*json.loads(record.read_text(encoding="utf-8"))[RUNTIME_FORMATS[runtime]])
+        return RUNTIMES[runtime](threads=self._evaluation.threads).load(ExportedFolder(folder), files)
 
     def inputs(self) -> dict[str, paddle.Tensor]:
         """Random inputs of a pass of the UNet, for an image with guidance."""
@@ -298,7 +299,8 @@ class Programs:
         latent = self._evaluation.size // vae_factor(pipe)
         return {"latent_height": latent, "latent_width": latent, "tokens": text_tokens(pipe)}
 
-    def _trace(self, key: Arm, reuses: bool, folder: Path) -> ProgramFile:
+    def _trace(self, key: Arm, reuses: bool, folder: Path) -> dict[Format, tuple[str, str]]:
+        """Write a program in both formats; returns its program and weights by format."""
         side, traceable = self._evaluation.size, programs.denoiser(load_model(self._evaluation.model).unet, None)
         unet, inputs = traceable.layer.unet, traceable.inputs
         with Converter() as converter:
@@ -310,7 +312,11 @@ class Programs:
                 inputs = (*inputs, *layer.features)
             planned = PlannedProgram("unet", Size(side, side), key.ratio)
             traceable = programs.Traceable(layer, inputs)
-            return tracing.save(traceable, planned, folder, "unet", self._dims(), self._evaluation.threads, converter)
+            traced = TracedProgram(traceable, planned, folder, "unet", self._dims(), self._evaluation.threads)
+            traced.compare_in_paddle()
+            path = traced.convert(converter)
+            traced.compare_in_onnx_runtime(path)
+        return {"paddle": traced.files.paths, "onnx": (path.relative_to(folder).as_posix(), traced.files.weights)}
 
 
 def jobs_of(evaluation: Evaluation, arm: Arm) -> list[Any]:

@@ -17,7 +17,7 @@ FOLDER, PROMPT, STEPS, GUIDANCE_SCALE = Path("build/onnx"), "a 3d render of fox"
 names = "tome", "vae_decoder/config", "tokenizer/tokenizer_config", "scheduler/scheduler_config"
 tome, vae, clip, ddim = (json.loads((FOLDER / f"{name}.json").read_text()) for name in names)
 # Of several programs of a model, the first one: of the first size and ratio.
-files = {program["model"]: str(FOLDER / program["onnx"]) for program in reversed(tome["programs"])}
+files = {program["model"]: str(FOLDER / program["files"]["onnx"]["program"]) for program in reversed(tome["programs"])}
 onnxruntime.set_default_logger_severity(3)  # errors alone
 models_to_run = ("text_encoder", "unet", "vae_decoder")
 text_encoder, unet, decoder = (onnxruntime.InferenceSession(files[model]) for model in models_to_run)

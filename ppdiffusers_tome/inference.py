@@ -1,7 +1,7 @@
 """Export a pipeline with token merging, and run the exported folder in Paddle Inference, ONNX Runtime or OpenVINO."""
 
 from .export.export import export_pipeline
-from .run.manifest import Manifest, ProgramFile, read_manifest
+from .run.manifest import Files, Manifest, ProgramFile, read_manifest
 from .run.onnx_runtime import OnnxRuntime
 from .run.openvino_runtime import OpenVinoRuntime
 from .run.paddle_runtime import PaddleRuntime
@@ -11,6 +11,7 @@ from .run.sizes import Size, parse_size
 
 __all__ = [
     "RUNTIMES",
+    "Files",
     "Manifest",
     "OnnxRuntime",
     "OpenVinoRuntime",

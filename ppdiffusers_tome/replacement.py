@@ -25,8 +25,8 @@ def replacing(folder: Path, overwrite: bool = True) -> Iterator[Path]:
 
     The earlier folder is renamed to `.NAME.replaced`, the new one takes its name, and only then the earlier one is
     deleted. Between the two renames `folder` does not exist. If the process is killed there, the next one that
-    writes an export renames the earlier one back, by `restore`. Readers never rename: they report where
-    the earlier one is, which `earlier_folder` finds.
+    replaces the folder renames the earlier one back. Nobody else renames: they report where the earlier one is, which
+    `earlier_folder` finds.
 
     The next process that replaces the same folder deletes what a killed one left behind
     (`.NAME.xxxxxxxx.partial`), and tries again what could not be deleted. Temporary folders in use are locked. On
@@ -38,6 +38,7 @@ def replacing(folder: Path, overwrite: bool = True) -> Iterator[Path]:
     """
     target = Path(os.path.realpath(folder))
     target.parent.mkdir(parents=True, exist_ok=True)
+    _restore(target)
     _delete_leftovers(target)
     with ExitStack() as stack:
         partial = stack.enter_context(_locked_partial(target))
@@ -52,14 +53,6 @@ def replacing(folder: Path, overwrite: bool = True) -> Iterator[Path]:
         _delete_earlier(partial, target)
 
 
-def restore(folder: Path) -> None:
-    """Rename the earlier folder back if a process was killed while it replaced `folder`; otherwise do nothing."""
-    target = Path(os.path.realpath(folder))
-    if not os.path.exists(target):  # unlike Path's, it raises nothing
-        with suppress(OSError), _locked(_aside(target)):
-            os.rename(_aside(target), target)
-
-
 def earlier_folder(folder: Path) -> Path | None:
     """The earlier folder, while `folder` does not exist because it is being replaced or that was interrupted."""
     target = Path(os.path.realpath(folder))
@@ -69,11 +62,16 @@ def earlier_folder(folder: Path) -> Path | None:
 def check_replaceable(folder: Path, overwrite: bool = True) -> None:
     """Raise OSError if no folder can be created or renamed beside `folder`. Nothing is left behind.
 
-    Without `overwrite`, also if another process is writing `folder` now.
+    Without `overwrite`, also if another process is writing `folder` now, or was killed while it replaced it.
     """
     target = Path(os.path.realpath(folder))
     if not overwrite and target.parent.is_dir() and any(_is_in_use(path) for path in _partials(target)):
         raise OSError("another process is writing it now")
+    if not overwrite and (earlier := earlier_folder(folder)) is not None:
+        raise OSError(
+            f"a process is replacing it now, or was killed while it did; the earlier one is {earlier}: rename it, or "
+            "pass overwrite=True (--overwrite)"
+        )
     if os.path.ismount(target):
         raise OSError("it is a mount point")
     parent = next(path for path in target.parents if path.exists())
@@ -138,6 +136,13 @@ def _swap(partial: Path, target: Path, overwrite: bool) -> None:
                 os.rename(aside, target)
             raise
         os.rename(aside, partial)
+
+
+def _restore(target: Path) -> None:
+    """Rename the earlier folder back if a process was killed while it replaced `target`; otherwise do nothing."""
+    if not target.exists():
+        with suppress(OSError), _locked(_aside(target)):
+            os.rename(_aside(target), target)
 
 
 def _delete_earlier(partial: Path, target: Path) -> None:

@@ -9,7 +9,7 @@ PROGRAM = "python -m ppdiffusers_tome"
 
 
 class Merging(Protocol):
-    """A way to merge: a `ToMeConfig`, or the settings of exported programs."""
+    """What this module reads of a `ToMeConfig`, whose module imports it."""
 
     @property
     def method(self) -> str: ...
@@ -54,6 +54,11 @@ def method_in_words(merging: Merging) -> str:
         'todo, min_tokens=64'
     """
     return _in_words(merging.method, merging)
+
+
+def controlnet_in_words(ratio: float, words: str) -> str:
+    """What follows the words of a UNet with a ControlNet that merges, in these words, at a ratio of its own."""
+    return f"; ControlNet at ratio {ratio:g}: {words}"
 
 
 def settings_in_words(settings: Mapping[str, Any]) -> str:

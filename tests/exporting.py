@@ -3,7 +3,6 @@
 import inspect
 import os
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,8 @@ from filelock import FileLock
 from ppdiffusers_tome.export import export as export_module
 from ppdiffusers_tome.export import tracing
 from ppdiffusers_tome.export.layouts import EXPORT_FORMATS
-from ppdiffusers_tome.inference import export_pipeline, read_manifest
+from ppdiffusers_tome.inference import ProgramFile, export_pipeline, read_manifest
+from ppdiffusers_tome.run.manifest import Files
 
 # With more threads than cores, the threads of a compared program wait for each other: only `export_once` has as many
 # as users have.
@@ -52,6 +52,30 @@ def export_once(tmp_path_factory, name, pipe, ratios, sizes, **settings):
     return folder
 
 
+class LinkedProgram:
+    """A program of another export, in place of a `TracedProgram`."""
+
+    def __init__(self, root, file, folder, target):
+        self._root, self._file, self._target = root, file, folder / target
+        self._target.mkdir(parents=True)
+        if paddle := file.files.get("paddle"):
+            for path in paddle.paths:
+                os.link(root / path, self._target / Path(path).name)
+            self.files = Files(*(f"{target}/{Path(path).name}" for path in paddle.paths))
+
+    def compare_in_paddle(self):
+        paddle = self._file.files["paddle"]
+        return paddle.parity, paddle.onednn_parity
+
+    def convert(self, converter):
+        source = self._root / self._file.files["onnx"].program
+        onnx.save(onnx.load(str(source)), str(self._target / source.name))  # with its weights
+        return self._target / source.name
+
+    def compare_in_onnx_runtime(self, path):
+        return self._file.files["onnx"].parity
+
+
 @contextmanager
 def linking(linked, formats):
     """In this context, exports in these formats take the programs of others in place of tracing them.
@@ -59,24 +83,15 @@ def linking(linked, formats):
     Args:
         linked: (folder, program) of exports, such as `unmerged_programs`. Those without all formats are left out.
     """
-    earlier = {file.place: (root, file) for root, file in linked if file.formats == formats}
+    earlier = {file.place: (root, file) for root, file in linked if {*file.files} == {*formats}}
 
-    def save(traceable, planned, folder, target, *others, **options):
-        if planned.place not in earlier:
-            return tracing.save(traceable, planned, folder, target, *others, **options)
-        (root, file), paths = earlier[planned.place], {}
-        (folder / target).mkdir(parents=True)
-        for name in ("program", "params", "onnx"):
-            if path := getattr(file, name):
-                paths[name] = f"{target}/{Path(path).name}"
-                if name == "onnx":  # with its weights
-                    onnx.save(onnx.load(str(root / path)), str(folder / paths[name]))
-                else:
-                    os.link(root / path, folder / paths[name])
-        return replace(file, **paths)
+    def trace(traceable, planned, folder, target, *others):
+        if planned.place in earlier:
+            return LinkedProgram(*earlier[planned.place], folder, target)
+        return tracing.TracedProgram(traceable, planned, folder, target, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_module, "save", save)
+        patch.setattr(export_module, "TracedProgram", trace)
         yield
 
 
@@ -95,3 +110,14 @@ def programs_of(folder):
 def unmerged_programs(folder):
     """Those that do not depend on sizes and ratios: of text encoder and VAE."""
     return [(root, file) for root, file in programs_of(folder) if file.size is None]
+
+
+def write_program(traceable, planned, root, folder, dims=None, converter=None):
+    """The program of a layer in Paddle's format and, with a converter, as ONNX beside it; both are compared."""
+    traced = tracing.TracedProgram(traceable, planned, root, folder, dims or {}, 1)
+    files = {"paddle": Files(*traced.files.paths, *traced.compare_in_paddle())}
+    if converter is not None:
+        path = traced.convert(converter)
+        parity = traced.compare_in_onnx_runtime(path)
+        files["onnx"] = Files(path.relative_to(root).as_posix(), traced.files.weights, parity)
+    return ProgramFile(planned.model, planned.size, planned.ratio, files=files)

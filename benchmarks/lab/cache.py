@@ -13,8 +13,8 @@ from pydantic import TypeAdapter
 from ppdiffusers_tome.comparison.environment import PACKAGE, versions
 from ppdiffusers_tome.config import ToMeConfig
 from ppdiffusers_tome.files import write_file
-from ppdiffusers_tome.inference import ProgramFile
 from ppdiffusers_tome.run.folder import sha256
+from ppdiffusers_tome.run.manifest import Files
 
 LAB = Path(__file__).parent
 NOT_HASHED = ("_version.py", "cli.py", "commands")  # in PACKAGE: they do not affect results
@@ -42,21 +42,21 @@ class Cache:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_file(self._path(key_parts), json.dumps(value))
 
-    def load_program(self, key: str) -> ProgramFile | None:
+    def load_files(self, key: str) -> Files | None:
         """The program of a key; None if it is not stored, a file of it is missing, or its record is damaged."""
         fields = self.load(key)
         if fields is None:
             return None
         try:
-            file = TypeAdapter(ProgramFile).validate_json(json.dumps(fields))
+            files = TypeAdapter(Files).validate_json(json.dumps(fields))
         except ValueError as error:
             warn_of_damage(self._path((key,)), error)
             return None
-        return file if all((self.folder / path).is_file() for path in file.paths) else None
+        return files if all((self.folder / path).is_file() for path in files.paths) else None
 
-    def store_program(self, file: ProgramFile, key: str) -> None:
+    def store_files(self, files: Files, key: str) -> None:
         """Store a program whose files are complete, and in the folder."""
-        self.store(asdict(file), key)
+        self.store(asdict(files), key)
 
     def _path(self, key_parts: Any) -> Path:
         return self.folder / f"{digest(key_parts)}.json"

@@ -14,7 +14,7 @@ from paddlenlp.utils.log import logger
 from PIL import Image, ImageOps
 from ppdiffusers import DiffusionPipeline
 
-from ..comparison.arms import MIN_SIDE, Figures, Merging, Scene, compare, draw_sheet, make_table
+from ..comparison.arms import MIN_SIDE, Figures, Scene, compare, draw_sheet, make_table
 from ..comparison.clock import FEW_ROUNDS, TOO_FEW_ROUNDS
 from ..comparison.environment import commit, describe_environment
 from ..comparison.fonts import font_for, missing
@@ -30,7 +30,7 @@ from ..families.schedules import most_steps
 from ..files import check_writable
 from ..progress import StepLines
 from ..run.defaults import ModelDefaults
-from ..run.manifest import MANIFEST, ExportedMerging, Manifest, read_manifest
+from ..run.manifest import MANIFEST, Manifest, ProgramMerging, read_manifest
 from ..run.pipeline import load_pipeline
 from ..run.ratios import ratio_name
 from ..run.sizes import Size, parse_size
@@ -64,7 +64,7 @@ class Plan:
         manifest: of an exported folder; None for a pipeline.
     """
 
-    configs: Sequence[Merging] | None
+    configs: Sequence[ToMeConfig] | None
     sizes: Sequence[Size]
     image: Image.Image | None
     goal: Goal | None
@@ -98,8 +98,9 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         configs = plan.configs or _known_configs(options, pipe, size)
         rows += _compare_at(pipe, size, plan.image, configs, about, options, command_line(arguments))
     if plan.goal is not None:
-        return _choose(plan.goal, rows, options, command_line(arguments), {**sizes[0]._asdict(), **about})
-    print(_next_steps(options, rows))
+        about = {**sizes[0]._asdict(), **about}
+        return _choose(plan.goal, rows, options, plan.manifest is not None, command_line(arguments), about)
+    print(_next_steps(options, rows, plan.manifest is not None))
     return 0
 
 
@@ -141,7 +142,7 @@ def _check(options: argparse.Namespace) -> Plan:
     if options.save is not None and goal is None:
         raise ToMeConfigError(f"--save {options.save} needs --goal, which chooses the settings.")
     image = _check_images(options, manifest)
-    configs = _configs(options, goal) if manifest is None else _exported_merging(options, manifest, sizes)
+    configs = _configs(options, goal) if manifest is None else _exported_configs(options, manifest, sizes)
     with naming_options():
         check_writable(options.output, "output")
         if options.save is not None:
@@ -216,7 +217,7 @@ def _configs(options: argparse.Namespace, goal: Goal | None) -> list[ToMeConfig]
     return configs
 
 
-def _exported_merging(options: argparse.Namespace, manifest: Manifest, sizes: Sequence[Size]) -> list[ExportedMerging]:
+def _exported_configs(options: argparse.Namespace, manifest: Manifest, sizes: Sequence[Size]) -> list[ToMeConfig]:
     """How the UNet of an exported folder merges, at each ratio that is compared."""
     for name in ("method", "merging", "config"):
         if getattr(options, name):
@@ -236,29 +237,23 @@ def _exported_merging(options: argparse.Namespace, manifest: Manifest, sizes: Se
         if ratio_name(ratio) not in names:
             raise ToMeConfigError(f"--ratio {ratio:g} was not exported, only {', '.join(names)}.")
     if options.ratio is not None:
-        ratios = list(dict.fromkeys(manifest.exported(ratio) for ratio in options.ratio))
+        ratios = list(dict.fromkeys(manifest.find_ratio(ratio) for ratio in options.ratio))
         if 0 in ratios:
             raise ToMeConfigError("--ratio 0 is not allowed: plain images are always generated.")
     if not ratios:
         raise ToMeConfigError(f"{options.model} was exported with ratio 0 alone: there is nothing to compare with it.")
-    settings = [manifest.merging[ratio_name(ratio)][0] for ratio in ratios]
-    merging = [ExportedMerging(own) for own in settings if own is not None]
-    if options.save is not None:
-        for one in merging:
-            _saveable(one, options)
-    return merging
+    merging = {one.ratio: one for one in manifest.merging}
+    return [_config_of(merging[ratio], options.model) for ratio in ratios]
 
 
-def _saveable(merging: Merging, options: argparse.Namespace) -> ToMeConfig:
-    """The config to save for a way to merge; ToMeConfigError for an export whose settings this release lacks."""
-    if isinstance(merging, ToMeConfig):
-        return merging
+def _config_of(merging: ProgramMerging, folder: str) -> ToMeConfig:
+    """The config that programs were exported with; ToMeConfigError if it is not one of this release."""
     try:
-        return ToMeConfig(**{**merging.changed_settings(), "method": merging.method})
+        return ToMeConfig(**merging.settings or {})
     except (ToMeConfigError, TypeError) as error:  # TypeError: of a setting that is no more
         raise ToMeConfigError(
-            f"--save {options.save} cannot write how {options.model} merges ({merging.describe()}): {error} Leave it "
-            "out."
+            f"{folder} merges in a way that this release does not have, {merging.words} ({error}). Compare it in the "
+            "release that has exported it."
         ) from None
 
 
@@ -290,7 +285,7 @@ def _compare_at(
     pipe: DiffusionPipeline,
     size: Size,
     image: Image.Image | None,
-    configs: Sequence[Merging],
+    configs: Sequence[ToMeConfig],
     about: dict[str, Any],
     options: argparse.Namespace,
     command: str,
@@ -337,7 +332,12 @@ def _compare_at(
 
 
 def _choose(
-    goal: Goal, rows: Sequence[Figures], options: argparse.Namespace, command: str, about: dict[str, Any]
+    goal: Goal,
+    rows: Sequence[Figures],
+    options: argparse.Namespace,
+    is_exported: bool,
+    command: str,
+    about: dict[str, Any],
 ) -> int:
     """Report, and save, the settings that reach the goal best; the exit status."""
     chosen = goal.choose(rows)
@@ -346,24 +346,24 @@ def _choose(
         reason = f". {_why_no_gain(rows)}" if best is None else f": the best is {best.summary}."
         print(f"No settings reach the goal, {goal}{reason}" + (" Nothing is saved." if options.save else ""))
         return NOT_REACHED
-    print(f"Goal, {goal}: {chosen.summary}\n  {_in_code(chosen.config, options)}")
+    print(f"Goal, {goal}: {chosen.summary}\n  {_in_code(chosen.config, options, is_exported)}")
     if options.save is not None:
         details = {"command": command, "commit": commit(), "environment": describe_environment(), **about}
         figures = {"goal": str(goal), "figures": chosen.content(), "compared": [row.content() for row in rows]}
         options.save.parent.mkdir(parents=True, exist_ok=True)
-        _saveable(chosen.config, options).save(options.save, **details, **figures)
+        chosen.config.save(options.save, **details, **figures)
         print(f"saved: {options.save}, for pipe.apply_tome(config=…) and export --config")
     return 0
 
 
-def _next_steps(options: argparse.Namespace, rows: Sequence[Figures]) -> str:
+def _next_steps(options: argparse.Namespace, rows: Sequence[Figures], is_exported: bool) -> str:
     """What a user can do after a comparison, with the fastest way to merge."""
     faster = [(row.gain, row.config) for row in rows if row.config is not None and row.gain is not None]
     gain, config = max(faster, key=lambda pair: pair[0], default=(0.0, ToMeConfig()))
     if gain <= 1:
         return _why_no_gain(rows)
-    in_code = f"  {_in_code(config, options)}   # in your own code"
-    if isinstance(config, ExportedMerging):
+    in_code = f"  {_in_code(config, options, is_exported)}   # in your own code"
+    if is_exported:
         return f"Next:\n{in_code}"
     words = ["export", "--model", options.model, "--output", "build/export"]
     words += ["--controlnet", options.controlnet] if options.controlnet else []
@@ -387,8 +387,8 @@ def _why_no_gain(rows: Sequence[Figures]) -> str:
     return "Merging is not faster here, as far as these rounds show. It gains more in larger images."
 
 
-def _in_code(merging: Merging, options: argparse.Namespace) -> str:
+def _in_code(config: ToMeConfig, options: argparse.Namespace, is_exported: bool) -> str:
     """The call that merges this way, in a program of the user's own."""
-    if isinstance(merging, ExportedMerging):
-        return f"load_pipeline({options.model!r}, ratio={merging.effective_ratio:g})"
-    return f"pipe.apply_tome({merging.describe()})"
+    if is_exported:
+        return f"load_pipeline({options.model!r}, ratio={config.effective_ratio:g})"
+    return f"pipe.apply_tome({config.describe()})"

@@ -97,9 +97,10 @@ def _request(options: argparse.Namespace, configs: Sequence[ToMeConfig]) -> "Exp
 def _describe(manifest: Manifest, folder: Path, is_layout: bool) -> str:
     lines = [f"{'program':<34} {'Paddle':>8} {'oneDNN':>8} {'ONNX':>8}   (largest relative difference to eager)"]
     for program in manifest.programs:
-        parities = (program.parity, program.onednn_parity, program.onnx_parity)
+        paddle, onnx = program.files.get("paddle"), program.files.get("onnx")
+        parities = (paddle and paddle.parity, paddle and paddle.onednn_parity, onnx and onnx.parity)
         cells = [f"{max(parity.values()):.1e}" if parity else "-" for parity in parities]
-        name = program.model if is_layout else program.paths[0]
+        name = program.model if is_layout else next(iter(program.files.values())).program
         lines.append(f"{name:<34} " + " ".join(f"{cell:>8}" for cell in cells))
     sizes = ", ".join(map(str, manifest.sizes))
     ratios = ", ".join(map(ratio_name, manifest.ratios))

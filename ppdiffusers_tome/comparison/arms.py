@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import paddle
@@ -15,7 +15,6 @@ from ..config import ToMeConfig
 from ..errors import ToMeConfigError
 from ..families.schedules import as_numbers, most_steps, timesteps_of
 from ..methods.steps import PLAIN_STEPS, PlainSteps
-from ..run.manifest import ExportedMerging
 from ..run.models import ExportedUNet
 from ..run.sizes import Size
 from ..summary import ToMeSummary
@@ -28,7 +27,6 @@ from .sheets import make_sheet
 from .similarity import psnr, ssim
 
 PLAIN = "plain"
-Merging: TypeAlias = ToMeConfig | ExportedMerging
 MIN_SIDE = 16  # px, of an image: SSIM needs windows of 11 px
 
 
@@ -72,7 +70,7 @@ class Figures:
     """What was measured of one arm. What compares with plain is None for plain itself."""
 
     arm: str  # its name
-    config: Merging | None  # None for plain
+    config: ToMeConfig | None  # None for plain
     rounds: list[float]  # seconds of each timed step; of steps that merge, except for plain
     plain_share: float  # of the steps of an image: those that keep all tokens; 0 for plain
     step_seconds: float  # of a step of an image: the median over the rounds, with the share of plain steps
@@ -107,7 +105,7 @@ class Figures:
 class ComparedArm:
     """Images and times of one way to generate; without a config the plain one."""
 
-    config: Merging | None
+    config: ToMeConfig | None
     summary: ToMeSummary
     plain: PlainSteps | None = None  # the steps in which it keeps all tokens; None: it is plain, or always merges
     images: list[Image.Image] = field(default_factory=list)
@@ -177,7 +175,7 @@ class ComparedArm:
 def compare(
     pipe: DiffusionPipeline,
     scene: Scene,
-    configs: Sequence[Merging],
+    configs: Sequence[ToMeConfig],
     rounds: int = ROUNDS,
     report: Callable[[str], None] = lambda line: None,
     after_step: Callable[[int, int], None] = lambda done, total: None,
@@ -213,7 +211,7 @@ def compare(
     return arms
 
 
-def _arm(pipe: DiffusionPipeline, config: Merging | None, size: Size) -> ComparedArm:
+def _arm(pipe: DiffusionPipeline, config: ToMeConfig | None, size: Size) -> ComparedArm:
     """The arm of a config; without one the plain arm."""
     summary = summary_at(pipe, config, size)
     if _is_exported(pipe):
@@ -236,7 +234,7 @@ def _images(
     return [image for images in of_prompts for image in images], timesteps
 
 
-def summary_at(pipe: DiffusionPipeline, config: Merging | None, size: Size) -> ToMeSummary:
+def summary_at(pipe: DiffusionPipeline, config: ToMeConfig | None, size: Size) -> ToMeSummary:
     """What merges with a config in images of a size; without one, in which blocks something could."""
     if _is_exported(pipe):
         return pipe.tome_summary()

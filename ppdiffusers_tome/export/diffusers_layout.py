@@ -8,7 +8,7 @@ dimensions are those of `optimum.exporters.onnx` (read in optimum-onnx 0.1.0, op
 import importlib.util
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
@@ -20,14 +20,12 @@ from ..errors import ToMeExportError
 from ..families.pipelines import vae_factor
 from ..families.schedules import default_steps, timesteps_of
 from ..run.defaults import ModelDefaults, read_defaults
-from ..run.manifest import ProgramFile
+from ..run.manifest import Manifest
 from ..run.ratios import ratio_name
 from ..run.runtime import load_module
 from ..run.sizes import Size
-from ..wording import method_in_words
 from .exportable import is_xl, text_encoders
 from .layouts import MARK, DiffusersLayout
-from .request import DenoiserMerging
 
 if TYPE_CHECKING:
     from .onnx_interface import Interface
@@ -104,9 +102,7 @@ def check_loadable(pipe: DiffusionPipeline, layout: DiffusersLayout) -> None:
 def write_layout(
     layout: DiffusersLayout,
     export: Path,
-    written: Iterable[ProgramFile],
-    merging: DenoiserMerging,
-    size: Size,
+    manifest: Manifest,
     pipe: DiffusionPipeline,
     folder: Path,
 ) -> None:
@@ -114,9 +110,7 @@ def write_layout(
 
     Args:
         export: the folder of the export.
-        written: its programs, each as ONNX; one UNet.
-        merging: how its UNet merges.
-        size: the UNet's size.
+        manifest: its programs, each as ONNX; one UNet.
         pipe: the pipeline that was exported.
         folder: an existing folder on the same file system.
 
@@ -126,11 +120,12 @@ def write_layout(
     """
     from .onnx_interface import write_model  # here, because onnx is optional
 
-    files = {file.model: file for file in written}
+    (size, *_), (merging, *_) = manifest.sizes, manifest.merging
+    files = {file.model: file.files["onnx"] for file in manifest.programs}
     for name, file in files.items():
         part = folder / name
         part.mkdir()
-        write_model(export / file.onnx_files[0], part / "model.onnx", _interface(name, pipe, size), layout.runtime)
+        write_model(export / file.program, part / "model.onnx", _interface(name, pipe, size), layout.runtime)
         _write_json(part / "config.json", _config(name, pipe, size, "vae_encoder" in files))
         if layout.format == "openvino":
             convert_model(part)
@@ -143,7 +138,7 @@ def write_layout(
     _write_json(path, without_foreign(json.loads(path.read_text(encoding="utf-8"))))
     if layout.format == "openvino":
         _convert_tokenizers(folder)
-    method = "plain" if merging.unet is None else method_in_words(merging.unet)
+    method = merging.words or "plain"
     about = {"version": __version__, "size": str(size), "ratio": merging.ratio, "method": method}
     _write_json(folder / "model_index.json", _model_index(pipe) | {MARK: about})
     (folder / "README.md").write_text(_readme(layout, pipe, about), encoding="utf-8")

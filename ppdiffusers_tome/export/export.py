@@ -5,8 +5,8 @@ import inspect
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,30 +15,26 @@ import ppdiffusers
 from ppdiffusers import DiffusionPipeline
 
 from .._version import __version__
-from ..attach.attach import attach, detach
-from ..config import ToMeConfig
 from ..families.pipelines import text_tokens, vae_factor
 from ..replacement import replacing
 from ..run.defaults import DEFAULTS
 from ..run.folder import ONNX_WEIGHTS, FileFacts, sha256
-from ..run.manifest import Manifest, PlannedProgram, ProgramFile, list_programs
+from ..run.manifest import Files, Format, Manifest, PlannedProgram, ProgramFile, other_models
 from ..run.onnx_weights import SharedWeights
 from ..run.paddle_runtime import PaddleRuntime
 from ..run.pipeline import CONFIGS, CONTROLNET_CONFIG, COPIED
-from ..run.ratios import ratio_name
 from ..run.sizes import Size
 from . import programs
-from .comparison import Comparison
 from .conversion import Converter
 from .diffusers_layout import check_loadable, write_layout
 from .exportable import READERS, applied_merging, check_pipeline, controlnet_of, is_xl, sizes_for, text_encoders
 from .layouts import DiffusersLayout, Layout, choose_layout
 from .programs import Traceable, count_residuals
 from .request import DenoiserMerging, ExportRequest, list_merging, list_sizes, make_configs
-from .tracing import compare_in_onnx_runtime, convert, on_cpu, save
+from .tracing import TracedProgram, compare_in_onnx_runtime, convert
 
 if TYPE_CHECKING:
-    from .onnx_merging import MergingBlock
+    from .onnx_merging import Edit
 
 RUNTIME_MODEL = ["ppdiffusers", "PaddleInferRuntimeModel"]  # the class that ppdiffusers loads a program with
 
@@ -125,10 +121,10 @@ def write_export(pipe: DiffusionPipeline, request: ExportRequest) -> Manifest:
     merging = request.merging or (applied_merging(pipe),)
     sizes = sizes_for(pipe, request.sizes)
     image_to_image = request.image_to_image or READERS[type(pipe).__name__][0] is None
-    planned = list_programs(sizes, [one.ratio for one in merging], text_encoders(pipe), image_to_image)
+    models = other_models(text_encoders(pipe), image_to_image)
     with replacing(request.folder, request.overwrite) as partial, Converter() as converter:
         export = partial / "export" if isinstance(layout, DiffusersLayout) else partial
-        writer = _Writer(pipe, merging, planned, sizes[0], export, layout, converter, request.progress)
+        writer = _Writer(pipe, merging, sizes, models, export, layout, converter, request.progress)
         written = writer.write()
         copy_parts(pipe, export, image_to_image)
         manifest = Manifest(
@@ -139,7 +135,7 @@ def write_export(pipe: DiffusionPipeline, request: ExportRequest) -> Manifest:
             files={} if isinstance(layout, DiffusersLayout) else _list_files(export),
         )
         if isinstance(layout, DiffusersLayout):
-            write_layout(layout, export, manifest.programs, merging[0], sizes[0], pipe, partial)
+            write_layout(layout, export, manifest, pipe, partial)
             shutil.rmtree(export)
         else:
             manifest.save(partial)
@@ -150,13 +146,12 @@ def _describe_pipeline(pipe: DiffusionPipeline, merging: Sequence[DenoiserMergin
     """The fields of a manifest that follow from the pipeline, its merging and the versions in use."""
     controlnet = controlnet_of(pipe)
     return {
-        "format": 1,
+        "format": 2,
         "name": Path(pipe.config.get("_name_or_path") or type(pipe).__name__).name,
         "pipeline": type(pipe).__name__,
-        "ratios": tuple(one.ratio for one in merging),
         "residuals": 0 if controlnet is None else count_residuals(controlnet),
         "vae_factor": vae_factor(pipe),
-        "merging": {ratio_name(one.ratio): one.settings() for one in merging},
+        "merging": tuple(one.in_manifest(controlnet is not None) for one in merging),
         "versions": {
             "ppdiffusers_tome": __version__,
             "paddle": paddle.__version__,
@@ -170,8 +165,8 @@ class _Writer:
 
     Args:
         merging: how the UNet's programs merge.
-        planned: all programs, by the folders to write them to in Paddle's format.
-        size: image size of the comparison with eager, for programs of any size.
+        sizes: of the UNet's programs. The first is also that of the comparison with eager, for programs of any size.
+        models: the other models.
         folder: the folder to write to.
         layout: it has the formats to write. For "diffusers", SDXL's text encoders return the states of all layers.
         progress: print a line to stderr about each program.
@@ -181,164 +176,163 @@ class _Writer:
         self,
         pipe: DiffusionPipeline,
         merging: Sequence[DenoiserMerging],
-        planned: Mapping[str, PlannedProgram],
-        size: Size,
+        sizes: Sequence[Size],
+        models: Sequence[str],
         folder: Path,
         layout: Layout,
         converter: Converter,
         progress: bool,
     ) -> None:
-        self._pipe, self._size, self._folder, self._progress = pipe, size, folder, progress
-        self._merging = {one.ratio: one for one in merging}
-        self._planned = planned
-        self._targets = {program.place: target for target, program in planned.items()}
+        self._pipe, self._merging, self._sizes, self._models = pipe, merging, sizes, models
+        self._folder, self._converter, self._progress = folder, converter, progress
         self._formats, self._all_states = layout.formats, isinstance(layout, DiffusersLayout)
-        self._converter = converter if "onnx" in layout.formats else None
-        self._weights: dict[str, SharedWeights] = {}  # of ONNX programs, by model
-        self._written: dict[PlannedProgram, ProgramFile] = {}
-        self._edits: dict[tuple[Size | None, float | None], _Edit] = {}  # by size and ratio
+        self._first = PlannedProgram("unet", sizes[0], merging[0].ratio)
+        self._params: dict[str, list[Path]] = {}  # the files of weights in Paddle's format, by model
+        self._weights: dict[str, SharedWeights] = {}  # those of ONNX programs
+        self._begun = 0  # number of programs
 
     def write(self) -> tuple[ProgramFile, ...]:
         """Write all programs."""
-        for number, planned in enumerate(self._planned.values(), 1):
-            self._report(f"exporting {planned.label} ({number} of {len(self._planned)}) …")
-            is_edit = self._is_edit(planned)
-            if not is_edit or "paddle" in self._formats:
-                self._trace(planned)
-            if is_edit:
-                self._trace(replace(planned, ratio=0.0))
-                self._edit(planned)
-        for planned in self._written.keys() - set(self._planned.values()):
-            (self._folder / self._written[planned].onnx_files[0]).unlink()  # plain, and only others were made from it
-        return tuple(self._written[planned] for planned in self._planned.values())
+        unets = [file for size in self._sizes for file in self._write_unets(size)]
+        return (*unets, *map(self._write_model, self._models))
+
+    def _begin(self, planned: PlannedProgram) -> None:
+        self._begun += 1
+        total = len(self._sizes) * len(self._merging) + len(self._models)
+        self._report(f"exporting {planned.label} ({self._begun} of {total}) …")
 
     def _report(self, line: str) -> None:
         if self._progress:
             print(line, file=sys.stderr, flush=True)
 
-    def _is_edit(self, planned: PlannedProgram) -> bool:
-        """Whether the ONNX program is made from the plain one: keys are left out, and nothing else merges."""
-        configs = [config for config in self._configs(planned) if config is not None]
-        return "onnx" in self._formats and bool(configs) and not any(one.merges_queries for one in configs)
+    def _write_unets(self, size: Size) -> list[ProgramFile]:
+        """Write the UNet's programs of a size. As ONNX, those that only leave out keys are made from the plain one."""
+        plain = PlannedProgram("unet", size, 0.0)
+        edited = [merging for merging in self._merging if "onnx" in self._formats and merging.only_leaves_out_keys]
+        write_plain = cache(partial(self._write_plain, plain, edited))
+        written = []
+        for merging in self._merging:
+            planned = PlannedProgram("unet", size, merging.ratio)
+            self._begin(planned)
+            if not merging.ratio:
+                files, _ = write_plain()
+            else:
+                traced = [name for name in self._formats if name != "onnx" or merging not in edited]
+                files = self._write(planned, self._denoiser(merging), traced) if traced else {}
+            if merging in edited:
+                _, edits = write_plain()
+                files["onnx"] = self._write_edit(planned, plain, edits[merging])
+            written.append(ProgramFile("unet", size, merging.ratio, files=files))
+        if edited and not self._has_plain:
+            (self._folder / _onnx_place(plain)).unlink()
+        return written
 
-    def _configs(self, planned: PlannedProgram) -> tuple[ToMeConfig | None, ToMeConfig | None]:
-        """The configs of UNet and ControlNet in a program."""
-        merging = self._merging.get(planned.ratio) if planned.ratio else None
-        return (None, None) if merging is None else (merging.unet, merging.controlnet)
+    @property
+    def _has_plain(self) -> bool:
+        """Whether the export has plain UNets."""
+        return not all(merging.ratio for merging in self._merging)
 
-    def _trace(self, planned: PlannedProgram) -> None:
-        """Trace a program, and write it in the formats that are not edits of another, unless it is written."""
-        if planned in self._written:
-            return
-        is_edit = self._is_edit(planned)
-        target = self._targets.get(planned.place, planned.name)
-        traceable, dims = self._traceable(planned), self._dims(planned)
-        if planned.ratio == 0 and isinstance(traceable.layer, programs.Denoiser):
-            self._prepare_edits(planned.size, traceable, dims)
-        has_paddle = "paddle" in self._formats and planned.place in self._targets
-        converter = None if is_edit else self._converter
-        if planned.place not in self._targets and converter is not None:
-            file = convert(traceable, planned, self._folder, target, dims, converter)
-        else:
-            cores = PaddleRuntime().cores()
-            file = save(traceable, planned, self._folder, target, dims, cores, converter, in_paddle=has_paddle)
-        if converter is not None:
-            file = self._move_onnx(file)
-        if has_paddle:
-            file = self._share_params(file)
-        else:
-            shutil.rmtree(self._folder / target, ignore_errors=True)
-            file = replace(file, program=None, params=None)
-        self._written[planned] = file
+    def _write_plain(
+        self, planned: PlannedProgram, edited: Sequence[DenoiserMerging]
+    ) -> "tuple[dict[Format, Files], dict[DenoiserMerging, Edit]]":
+        """Write a plain UNet; returns its files, and the edits that make other programs of it.
 
-    def _prepare_edits(self, size: Size | None, traceable: Traceable, dims: Mapping[str, int]) -> None:
-        """Run a denoiser in eager mode as each of the programs merges that are edits of its plain one."""
-        for planned in self._planned.values():
-            if planned.size == size and self._is_edit(planned):
-                from .onnx_merging import merging_blocks  # here, because onnx is optional
+        If the export has no plain UNets, it is written as ONNX for the edits only, and is not compared.
+        """
+        traceable, edits = self._denoiser(DenoiserMerging(None, None)), {}
+        if edited:
+            from .onnx_merging import prepare_edits  # here, because onnx is optional
 
-                _attach(traceable.layer, *self._configs(planned))
-                with on_cpu():
-                    comparison = Comparison(traceable, dims)
-                self._edits[size, planned.ratio] = _Edit(comparison, merging_blocks(traceable.layer))
-        detach(traceable.layer)
+            edits = prepare_edits(traceable, self._dims(planned), edited)
+        if self._has_plain:
+            return self._write(planned, traceable, self._formats), edits
+        converted = convert(traceable, planned, self._folder / planned.name, self._dims(planned), self._converter)
+        self._move_onnx(planned, converted)
+        shutil.rmtree(converted.parent)
+        return {}, edits
 
-    def _edit(self, planned: PlannedProgram) -> None:
+    def _write_edit(self, planned: PlannedProgram, plain: PlannedProgram, edit: "Edit") -> Files:
         """Write an ONNX program that merges, from the plain one of its size."""
-        import onnx
-
-        from ..graph.keys import leave_out_keys
-        from .onnx_merging import find_projections
-
-        edit, plain = self._edits[planned.size, planned.ratio], self._written[replace(planned, ratio=0.0)]
-        model = onnx.load(str(self._folder / plain.onnx_files[0]), load_external_data=False)
-        leave_out_keys(model, find_projections(model, edit.blocks))
-        place = _onnx_path(planned)
-        path = self._folder / place
-        self._weights[planned.model].write(model, path)
+        path, weights = self._folder / _onnx_place(planned), self._weights_of(planned.model)
+        edit.write(self._folder / _onnx_place(plain), path, weights)
         differences = edit.comparison.first_differences
         parity = compare_in_onnx_runtime(path, planned.label, PaddleRuntime().cores(), lambda run, _: differences(run))
         self._report("merging in " + ", ".join(block.name for block in edit.blocks))
-        file = self._written.get(planned) or ProgramFile(planned.model, planned.size, planned.ratio, onnx=place)
-        self._written[planned] = replace(file, onnx=place, onnx_parity=parity)
+        return Files(_onnx_place(planned), self._place(weights.path), parity)
+
+    def _write_model(self, model: str) -> ProgramFile:
+        """Write the program of a model that is not the UNet."""
+        planned = PlannedProgram(model)
+        self._begin(planned)
+        return ProgramFile(model, files=self._write(planned, self._traceable(model), self._formats))
+
+    def _write(self, planned: PlannedProgram, traceable: Traceable, formats: Sequence[Format]) -> dict[Format, Files]:
+        """Trace a program and write it in some formats, of which it returns the files."""
+        folder = planned.model if planned == self._first else planned.name
+        cores = PaddleRuntime().cores()
+        traced = TracedProgram(traceable, planned, self._folder, folder, self._dims(planned), cores)
+        files: dict[Format, Files] = {}
+        parities = traced.compare_in_paddle() if "paddle" in formats else None
+        if "onnx" in formats:
+            path = self._move_onnx(planned, traced.convert(self._converter))
+            weights = self._place(self._weights_of(planned.model).path)
+            files["onnx"] = Files(self._place(path), weights, traced.compare_in_onnx_runtime(path))
+        if parities is None:
+            shutil.rmtree(self._folder / folder)
+        else:
+            params = self._share_params(planned.model, self._folder / traced.files.weights)
+            files["paddle"] = Files(traced.files.program, self._place(params), *parities)
+        return {name: files[name] for name in formats}
 
     def _dims(self, planned: PlannedProgram) -> dict[str, int]:
-        size, factor = planned.size or self._size, vae_factor(self._pipe)
+        size, factor = planned.size or self._sizes[0], vae_factor(self._pipe)
         dims = {"height": size.height, "width": size.width, "tokens": text_tokens(self._pipe)}
         return dims | {"latent_height": size.height // factor, "latent_width": size.width // factor}
 
-    def _traceable(self, planned: PlannedProgram) -> Traceable:
-        """The layer to trace for a planned program, with its merging."""
-        pipe, model = self._pipe, planned.model
+    def _traceable(self, model: str) -> Traceable:
+        """The layer to trace for a model that is not the UNet."""
+        pipe = self._pipe
         if model == "vae_encoder":
             return programs.vae_encoder(pipe.vae)
         if model == "vae_decoder":
             return programs.vae_decoder(pipe.vae)
-        if planned.ratio is None:
-            return programs.text_encoder(getattr(pipe, model), is_xl(pipe), self._all_states)
+        return programs.text_encoder(getattr(pipe, model), is_xl(pipe), self._all_states)
+
+    def _denoiser(self, merging: DenoiserMerging) -> Traceable:
+        """The UNet, with the ControlNet, to trace with its merging."""
+        pipe = self._pipe
         time_ids = 5 if pipe.config.get("requires_aesthetics_score") else 6  # of SDXL, which then has no target size
         traceable = programs.denoiser(pipe.unet, controlnet_of(pipe), time_ids)
-        detach(traceable.layer)  # the wraps of the originals, which were copied too
-        _attach(traceable.layer, *self._configs(planned))
+        traceable.layer.merge_by(*merging.configs)  # in place of what merges in the originals, which were copied
         return traceable
 
-    def _share_params(self, file: ProgramFile) -> ProgramFile:
-        """The program with the weights of an earlier one of its model, if they are equal."""
-        own = self._folder / file.paddle_files[1]
-        others = [
-            self._folder / other.params
-            for other in self._written.values()
-            if other.model == file.model and other.params is not None
-        ]
-        return replace(file, params=share_weights(own, others).relative_to(self._folder).as_posix())
+    def _share_params(self, model: str, params: Path) -> Path:
+        """The file to read a program's weights from: that of an earlier program of the model, if they are equal."""
+        earlier = self._params.setdefault(model, [])
+        shared = share_weights(params, earlier)
+        if shared not in earlier:
+            earlier.append(shared)
+        return shared
 
-    def _move_onnx(self, file: ProgramFile) -> ProgramFile:
-        """Move a program beside the weights of its model."""
-        if file.model not in self._weights:
-            self._weights[file.model] = SharedWeights(self._folder / f"onnx/{file.model}{ONNX_WEIGHTS}")
-        path = _onnx_path(file)
-        self._weights[file.model].move(self._folder / file.onnx_files[0], self._folder / path)
-        return replace(file, onnx=path)
+    def _move_onnx(self, planned: PlannedProgram, converted: Path) -> Path:
+        """Move an `.onnx` file beside the weights of its model."""
+        target = self._folder / _onnx_place(planned)
+        self._weights_of(planned.model).move(converted, target)
+        return target
 
+    def _weights_of(self, model: str) -> SharedWeights:
+        """The weights of a model's ONNX programs."""
+        if model not in self._weights:
+            self._weights[model] = SharedWeights(self._folder / f"onnx/{model}{ONNX_WEIGHTS}")
+        return self._weights[model]
 
-@dataclass(frozen=True)
-class _Edit:
-    """What makes a program that merges of the plain one."""
-
-    comparison: Comparison
-    blocks: "list[MergingBlock]"
+    def _place(self, path: Path) -> str:
+        """The path of a file in the folder."""
+        return path.relative_to(self._folder).as_posix()
 
 
-def _attach(denoiser: Any, unet: ToMeConfig | None, controlnet: ToMeConfig | None) -> None:
-    """Let a `programs.Denoiser` merge by the configs of its models; None: plain, or there is no ControlNet."""
-    if unet is not None:
-        attach(denoiser.unet, unet, None)
-    if controlnet is not None and denoiser.controlnet is not None:
-        attach(denoiser.controlnet, controlnet, controlnet)
-
-
-def _onnx_path(planned: PlannedProgram) -> str:
-    """The place of a program as ONNX in the folder."""
+def _onnx_place(planned: PlannedProgram) -> str:
+    """The path of a program as ONNX in the folder."""
     return f"onnx/{planned.name}.onnx"
 
 

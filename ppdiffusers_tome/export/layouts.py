@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ..errors import ParameterError
-from ..run.manifest import FORMATS
+from ..run.manifest import FORMATS, Format
 
 LAYOUTS = ("ppdiffusers", "diffusers")
-EXPORT_FORMATS = {"paddle": FORMATS[:1], "onnx": FORMATS[1:], "both": FORMATS}  # argument → formats of the programs
+# Argument → formats of the programs
+EXPORT_FORMATS: dict[str, tuple[Format, ...]] = {"paddle": FORMATS[:1], "onnx": FORMATS[1:], "both": FORMATS}
 MODEL_FORMATS = ("onnx", "openvino")  # of the models in the layout "diffusers"; the first is the default
 RUNTIMES = ("openvino", "onnxruntime")  # whose form of attention these models have; the first is the default
 MARK = "_ppdiffusers_tome"  # the entry of model_index.json by which this package knows its folders for other loaders
@@ -36,7 +37,7 @@ class PpdiffusersLayout:
             raise ParameterError("format", self.format, f"it must be one of {[*EXPORT_FORMATS]}.")
 
     @property
-    def formats(self) -> tuple[str, ...]:
+    def formats(self) -> tuple[Format, ...]:
         """The formats of its programs, some of `FORMATS`."""
         return EXPORT_FORMATS[self.format]
 
@@ -73,7 +74,7 @@ class DiffusersLayout:
             load_module("openvino")
 
     @property
-    def formats(self) -> tuple[str, ...]:
+    def formats(self) -> tuple[Format, ...]:
         """The formats of the programs that it is made from."""
         return EXPORT_FORMATS["onnx"]
 

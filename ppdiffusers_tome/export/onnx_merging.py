@@ -1,17 +1,22 @@
 """How a denoiser merges, as a change of its plain ONNX program: the weights of keys and values of its blocks."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import onnx
 
 from ..attach.attach import attached_placements, last_grids
 from ..errors import ToMeExportError
 from ..graph.indices import KeysByTable
-from ..graph.keys import BlockKeys
+from ..graph.keys import BlockKeys, leave_out_keys
 from ..methods.steps import plain_steps_of
 from ..run.onnx_graph import Graph
-from .programs import Denoiser
+from ..run.onnx_weights import SharedWeights
+from .comparison import Comparison
+from .programs import Denoiser, Traceable
+from .request import DenoiserMerging
+from .tracing import on_cpu
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,54 @@ class MergingBlock:
     name: str
     weights: tuple[tuple[str, ...], ...]
     keys: KeysByTable
+
+
+@dataclass(frozen=True)
+class Edit:
+    """What makes the plain ONNX program of a denoiser one that merges.
+
+    Args:
+        comparison: with the denoiser in eager mode, where it merges this way.
+        blocks: those in which keys are left out.
+    """
+
+    comparison: Comparison
+    blocks: list[MergingBlock]
+
+    def write(self, plain: Path, target: Path, weights: SharedWeights) -> None:
+        """Write a program that merges, from the plain one beside it.
+
+        Args:
+            plain: the plain one's `.onnx` file.
+            target: the `.onnx` file to write.
+            weights: the file of weights of both.
+
+        Raises:
+            ToMeExportError: no product of the plain program has one of the weights of a projection.
+        """
+        model = onnx.load(str(plain), load_external_data=False)
+        leave_out_keys(model, find_projections(model, self.blocks))
+        weights.write(model, target)
+
+
+@on_cpu()
+def prepare_edits(
+    traceable: Traceable, dims: Mapping[str, int], merging: Iterable[DenoiserMerging]
+) -> dict[DenoiserMerging, Edit]:
+    """The edits of a denoiser's plain program, one for each way to merge: it runs so in eager mode, and then is plain.
+
+    Args:
+        traceable: the denoiser.
+        dims: values of all named dimensions except the batch.
+    """
+    denoiser, edits = traceable.layer, {}
+    assert isinstance(denoiser, Denoiser)
+    for one in merging:
+        denoiser.merge_by(*one.configs)
+        comparison = Comparison(traceable, dims)
+        edits[one] = Edit(comparison, merging_blocks(denoiser))
+    denoiser.merge_by(None, None)
+    return edits
 
 
 def merging_blocks(denoiser: Denoiser) -> list[MergingBlock]:

@@ -14,6 +14,8 @@ import paddle
 from paddle import nn
 from paddle.static import InputSpec
 
+from ..attach.attach import attach, detach
+from ..config import ToMeConfig
 from ..families.blocks import find_blocks
 from ..families.kernels import use_ordinary_attention
 
@@ -116,6 +118,14 @@ class Denoiser(nn.Layer):
         super().__init__()
         self.unet = unet
         self.controlnet: Any = controlnet
+
+    def merge_by(self, unet: ToMeConfig | None, controlnet: ToMeConfig | None) -> None:
+        """Let its models merge by these configs, and nothing else; None is plain."""
+        detach(self)
+        if unet is not None:
+            attach(self.unet, unet, None)
+        if controlnet is not None and self.controlnet is not None:
+            attach(self.controlnet, controlnet, controlnet)
 
     # Traced without a translation of the models' Python code, which would take nine tenths of an export.
     @paddle.jit.not_to_static

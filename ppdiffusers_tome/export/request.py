@@ -9,10 +9,11 @@ from typing import Any
 
 from ..config import ToMeConfig, check_names, controlnet_config
 from ..errors import ParameterError, ToMeConfigError, ToMeExportError
-from ..replacement import check_replaceable, restore
-from ..run.manifest import MANIFEST
+from ..replacement import check_replaceable
+from ..run.manifest import MANIFEST, ProgramMerging
 from ..run.ratios import ratio_name
 from ..run.sizes import Size
+from ..wording import controlnet_in_words, method_in_words
 from .conversion import check_converter
 from .layouts import DiffusersLayout, Layout, has_diffusers_layout
 
@@ -47,10 +48,25 @@ class DenoiserMerging:
         """The UNet's ratio, by which the program is known; 0 is plain."""
         return 0.0 if self.unet is None else self.unet.effective_ratio + 0.0  # because -0.0 is 0
 
-    def settings(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """The settings of both, ready for JSON."""
-        unet, controlnet = (None if config is None else config.settings() for config in (self.unet, self.controlnet))
-        return unet, controlnet
+    @property
+    def configs(self) -> tuple[ToMeConfig | None, ToMeConfig | None]:
+        """Those of UNet and ControlNet; both are None at ratio 0."""
+        return (self.unet, self.controlnet) if self.ratio else (None, None)
+
+    @property
+    def only_leaves_out_keys(self) -> bool:
+        """Whether something merges, and all queries remain."""
+        return bool(self.ratio) and not any(config.merges_queries for config in filter(None, self.configs))
+
+    def in_manifest(self, has_controlnet: bool) -> ProgramMerging:
+        """What `tome.json` says of it."""
+        unet, controlnet = self.configs
+        if unet is None:
+            return ProgramMerging(0.0, "", None)
+        words = method_in_words(unet)
+        if has_controlnet and controlnet is not None and controlnet.effective_ratio:
+            words += controlnet_in_words(controlnet.effective_ratio, method_in_words(controlnet))
+        return ProgramMerging(self.ratio, words, unet.settings())
 
 
 @dataclass(frozen=True)
@@ -93,7 +109,6 @@ class ExportRequest:
 
     def _check_folder(self) -> None:
         folder = self.folder
-        restore(folder)
         try:
             check_replaceable(folder, self.overwrite)
         except OSError as error:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from paddle.base.proto import framework_pb2
 
 from ..errors import ToMeExportError
 from ..run.folder import ExportedFolder
-from ..run.manifest import PlannedProgram, ProgramFile
+from ..run.manifest import Files, PlannedProgram
 from ..run.onnx_runtime import OnnxProgram, OnnxRuntime
 from ..run.paddle_runtime import PaddleRuntime
 from ..run.runtime import FUSED_TOLERANCE, Program, error_summary, return_memory
@@ -51,105 +51,96 @@ def on_cpu() -> Iterator[None]:
         paddle.set_device(before)
 
 
-@on_cpu()
-def save(
-    traceable: Traceable,
-    planned: PlannedProgram,
-    root: Path,
-    folder: str,
-    dims: Mapping[str, int],
-    threads: int,
-    converter: Converter | None = None,
-    *,
-    in_paddle: bool = True,
-) -> ProgramFile:
-    """Save a layer's program as root/folder/inference.* and compare both. The layer must not be used afterwards.
+class TracedProgram:
+    """The program of a layer, saved as root/folder/inference.*, and what its forms are compared with.
 
     Args:
-        traceable: the layer; hooks on it become part of the program.
+        traceable: the layer; hooks on it become part of the program. It must not be used afterwards.
         planned: the program's model, size and ratio. If it has a size, height and width are fixed in the program.
-        root: the folder that paths in the result start from.
+        root: the folder that the paths of its files start from.
         folder: a folder in `root`; it is created if it does not exist.
         dims: values of all named dimensions except the batch, for the comparison.
         threads: number of threads of the compared programs; at least MIN_THREADS are used.
-        converter: converts the program to ONNX too.
-        in_paddle: compare the program in Paddle Inference; otherwise it is only what the ONNX program is made from.
-
-    Returns:
-        The program with its files and relative differences. oneDNN's may exceed its tolerance: see `is_accurate`.
 
     Raises:
-        ToMeExportError: Paddle cannot trace the layer or paddle2onnx not convert its program, or the program differs
-            from eager, or from run to run, by more than TOLERANCE, or FUSED_TOLERANCE in ONNX Runtime.
+        ToMeExportError: Paddle cannot trace the layer. Methods raise it if paddle2onnx cannot convert the program, or
+            if it differs from eager, or from run to run, by more than TOLERANCE, or FUSED_TOLERANCE in ONNX Runtime.
     """
-    return_memory()  # free the previous program's memory
-    comparison = Comparison(traceable, dims)
-    file = _trace(traceable, planned, root, folder, dims)
-    runtime = PaddleRuntime(threads=max(MIN_THREADS, threads), onednn=False)
 
-    @cache
-    def unfused() -> Program:
-        """The program without fused operators, which rounds as eager does: eager itself cannot run any more."""
-        loaded = replace(runtime, optimize=False).load(ExportedFolder(root), file)
-        check(comparison.first_differences(loaded), TOLERANCE, f"exported {file.label}")
-        return loaded
+    @on_cpu()
+    def __init__(
+        self,
+        traceable: Traceable,
+        planned: PlannedProgram,
+        root: Path,
+        folder: str,
+        dims: Mapping[str, int],
+        threads: int,
+    ) -> None:
+        return_memory()  # free the previous program's memory
+        self._comparison = Comparison(traceable, dims)
+        self._root, self._label, self._threads = root, planned.label, threads
+        paths = write_program(traceable, root / folder, fixed_dims(planned, dims), planned.label)
+        program, weights = (path.relative_to(root).as_posix() for path in paths)
+        self.files = Files(program, weights)
+        self._runtime = PaddleRuntime(threads=max(MIN_THREADS, threads), onednn=False)
+        self._unfused: Program | None = None
 
-    if in_paddle:
+    @on_cpu()
+    def compare_in_paddle(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Its differences from eager with Paddle's own kernels and, if they can run it, with oneDNN's.
+
+        oneDNN's may exceed the tolerance: see `is_accurate`.
+        """
         return_memory()  # each predictor has its own copy of the weights
-        file = _compare_in_paddle(file, root, runtime, comparison, unfused)
-    if converter is None:
-        return file
-    unfused.cache_clear()
-    return_memory()  # with Paddle 2.6 the conversion needs three times that of the weights
-    file = _convert(file, root, converter)
-    differences = partial(comparison.differences, unfused=unfused)
-    parity = compare_in_onnx_runtime(root / file.onnx_files[0], file.label, threads, differences)
-    return replace(file, onnx_parity=parity)
+        parity = self._comparison.differences(self._load(self._runtime), TOLERANCE, self._load_unfused)
+        check(parity, TOLERANCE, f"exported {self._label}")
+        if self.files.program.endswith(".json"):
+            return parity, {}
+        return_memory()
+        onednn = self._load(replace(self._runtime, onednn=True))
+        return parity, self._comparison.differences(onednn, FUSED_TOLERANCE, self._load_unfused)
+
+    def convert(self, converter: Converter) -> Path:
+        """Write it as ONNX beside its files; returns the `.onnx` file."""
+        self._unfused = None
+        return_memory()  # with Paddle 2.6 the conversion needs three times that of the weights
+        program, weights = (self._root / path for path in self.files.paths)
+        return converter.convert(program, weights, self._label)
+
+    @on_cpu()
+    def compare_in_onnx_runtime(self, path: Path) -> dict[str, float]:
+        """The differences of an `.onnx` file of the program from eager."""
+        differences = partial(self._comparison.differences, unfused=self._load_unfused)
+        return compare_in_onnx_runtime(path, self._label, self._threads, differences)
+
+    def _load(self, runtime: PaddleRuntime) -> Program:
+        return runtime.load(ExportedFolder(self._root), self.files)
+
+    def _load_unfused(self) -> Program:
+        """The program without fused operators, which rounds as eager does: eager itself cannot run any more."""
+        if self._unfused is None:
+            self._unfused = self._load(replace(self._runtime, optimize=False))
+            check(self._comparison.first_differences(self._unfused), TOLERANCE, f"exported {self._label}")
+        return self._unfused
 
 
 @on_cpu()
 def convert(
-    traceable: Traceable,
-    planned: PlannedProgram,
-    root: Path,
-    folder: str,
-    dims: Mapping[str, int],
-    converter: Converter,
-) -> ProgramFile:
-    """Save a layer's program, convert it and compare nothing: others are made from it, and compared.
+    traceable: Traceable, planned: PlannedProgram, folder: Path, dims: Mapping[str, int], converter: Converter
+) -> Path:
+    """Write a program as folder/inference.onnx, and compare nothing: others are made from it, and compared.
 
-    Arguments and errors are those of `save`.
+    Arguments and errors are those of `TracedProgram`.
     """
     return_memory()
-    return _convert(_trace(traceable, planned, root, folder, dims), root, converter)
+    paths = write_program(traceable, folder, fixed_dims(planned, dims), planned.label)
+    return converter.convert(*paths, planned.label)
 
 
-def _trace(
-    traceable: Traceable, planned: PlannedProgram, root: Path, folder: str, dims: Mapping[str, int]
-) -> ProgramFile:
-    fixed = {name: size for name, size in dims.items() if name != "tokens"} if planned.size else {}
-    paths = write_program(traceable, root / folder, fixed, planned.label)
-    program, params = (path.relative_to(root).as_posix() for path in paths)
-    return ProgramFile(planned.model, planned.size, planned.ratio, program=program, params=params)
-
-
-def _convert(file: ProgramFile, root: Path, converter: Converter) -> ProgramFile:
-    program, params = (root / path for path in file.paddle_files)
-    return replace(file, onnx=converter.convert(program, params, file.label).relative_to(root).as_posix())
-
-
-def _compare_in_paddle(
-    file: ProgramFile, root: Path, runtime: PaddleRuntime, comparison: Comparison, unfused: Callable[[], Program]
-) -> ProgramFile:
-    """The program with its differences from eager, with Paddle's own kernels and, if they can run it, oneDNN's."""
-    parity = comparison.differences(runtime.load(ExportedFolder(root), file), TOLERANCE, unfused)
-    check(parity, TOLERANCE, f"exported {file.label}")
-    file = replace(file, parity=parity)
-    if file.paddle_files[0].endswith(".json"):
-        return file
-    return_memory()
-    onednn = replace(runtime, onednn=True).load(ExportedFolder(root), file)
-    return replace(file, onednn_parity=comparison.differences(onednn, FUSED_TOLERANCE, unfused))
+def fixed_dims(planned: PlannedProgram, dims: Mapping[str, int]) -> dict[str, int]:
+    """The dimensions that have one size in a program: in one with a size all but the text's length."""
+    return {name: size for name, size in dims.items() if name != "tokens"} if planned.size else {}
 
 
 def compare_in_onnx_runtime(
@@ -159,7 +150,7 @@ def compare_in_onnx_runtime(
 
     Args:
         label: the program's name in messages.
-        threads: as in `save`.
+        threads: as in `TracedProgram`.
         differences: of a `Comparison`, given the program and the tolerance.
 
     Raises:
@@ -179,7 +170,7 @@ def compare_in_onnx_runtime(
 
 
 def write_program(traceable: Traceable, folder: Path, fixed: Mapping[str, int], label: str) -> tuple[Path, Path]:
-    """Write the program of a layer as folder/inference.*, without comparing it with the layer: see `save`.
+    """Write the program of a layer as folder/inference.*, without comparing it with the layer: see `TracedProgram`.
 
     Args:
         traceable: the layer, which must not be used afterwards.

@@ -13,7 +13,7 @@ from onnx.inliner import inline_local_functions
 from ..config import ToMeConfig
 from ..errors import ParameterError, ToMeConfigError, ToMeExportError
 from ..methods.interlace import PARTS
-from ..replacement import check_replaceable, replacing, restore
+from ..replacement import check_replaceable, replacing
 from ..run.onnx_weights import external_places
 from .indices import InterlacedKeys, KeysByTable
 from .keys import BlockKeys, is_merged, leave_out_keys
@@ -146,7 +146,6 @@ def _check_output(model: Path, output: Path, overwrite: bool) -> None:
     target, source = Path(os.path.realpath(output)), Path(os.path.realpath(model))
     if target == source or source in target.parents or target in source.parents:
         raise ParameterError("output", str(output), "it contains the model, or is inside it: pass another folder")
-    restore(output)
     try:
         check_replaceable(output, overwrite)
     except OSError as error:

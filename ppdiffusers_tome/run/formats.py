@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from ..errors import ToMeExportError
-from .manifest import Manifest
+from .manifest import Format, Manifest
 
-RUNTIME_FORMATS = {"paddle": "paddle", "onnxruntime": "onnx", "openvino": "onnx"}  # → one of `manifest.FORMATS`
+RUNTIME_FORMATS: dict[str, Format] = {"paddle": "paddle", "onnxruntime": "onnx", "openvino": "onnx"}
 
 
 def default_runtime(manifest: Manifest, device: str) -> str:

@@ -1,27 +1,26 @@
 """`tome.json`: the contents of an exported folder, their versions, and how closely programs match the model."""
 
-import dataclasses
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AllowInfNan, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from ..config import DEFAULTS
 from ..errors import ToMeConfigError, ToMeExportError
 from ..replacement import earlier_folder
-from ..wording import method_in_words, settings_in_words
-from .folder import ONNX_WEIGHTS, ExportedFolder, FileFacts
-from .ratios import Ratio, find_ratio, is_ratio, ratio_name
+from .folder import ExportedFolder, FileFacts
+from .format_1 import in_current_format
+from .ratios import Ratio, find_ratio, ratio_name
 from .sizes import Side, Size
 from .validation import STRICT, first_error
 
 MANIFEST = "tome.json"
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
-FORMATS = ("paddle", "onnx")
+Format: TypeAlias = Literal["paddle", "onnx"]  # of a program
+FORMATS: tuple[Format, ...] = ("paddle", "onnx")
 DAMAGED = "is damaged, or was written by another version of this package"
 
 # The classes of pipelines that can be exported
@@ -37,61 +36,6 @@ RelativeDifference: TypeAlias = Annotated[float, AllowInfNan(True)]
 # A path inside the folder: no component is empty or begins with a dot.
 _NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
 InnerPath: TypeAlias = Annotated[str, Field(pattern=f"^{_NAME}(/{_NAME}){{0,9}}$")]
-
-
-Settings: TypeAlias = dict[str, Any]  # by name, as the file has them: an earlier release may have had others
-
-
-@dataclasses.dataclass(frozen=True)
-class ExportedMerging:
-    """How exported programs merge, from the settings in `tome.json`.
-
-    They are never made into a `ToMeConfig`: the programs are complete, and run although this release has no such
-    method or setting.
-    """
-
-    own: Mapping[str, Any]
-
-    @property
-    def method(self) -> str:
-        """The name of the method; releases before 3.0 had none."""
-        return str(self.own.get("method", "merging of 2.x"))
-
-    @property
-    def effective_ratio(self) -> float:
-        """The ratio at which they were exported."""
-        return float(self.own["ratio"])
-
-    @property
-    def has_plain_steps(self) -> bool:
-        """Whether the first and last steps of an image keep all tokens."""
-        return self._chooses_steps and self.own.get("merge_steps") == "middle"
-
-    @property
-    def _chooses_steps(self) -> bool:
-        """Whether the method has the setting `merge_steps`."""
-        from ..methods import METHODS  # here, because a manifest is read without Paddle
-
-        return self.method in METHODS and METHODS[self.method].has("merge_steps")
-
-    def settings(self) -> dict[str, Any]:
-        """All settings, ready for JSON."""
-        return {**self.own}
-
-    def changed_settings(self) -> dict[str, Any]:
-        """The ratio and the settings that differ from their defaults; of those that are no more, what is on."""
-        off = (None, False)
-        # Programs of release 3.0 merge in all steps.
-        own = {**self.own, "merge_steps": self.own.get("merge_steps", "all")} if self._chooses_steps else self.own
-        return {
-            name: value
-            for name, value in own.items()
-            if name == "ratio" or (value != DEFAULTS[name] if name in DEFAULTS else value not in off)
-        }
-
-    def describe(self) -> str:
-        """`changed_settings` as "name=value, …"."""
-        return settings_in_words(self.changed_settings())
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -121,45 +65,38 @@ class PlannedProgram:
 
 
 @dataclass(frozen=True, config=STRICT)
+class Files:
+    """A program in one format: its files, by their paths in the folder, and how closely it matches the model."""
+
+    program: InnerPath  # "unet/inference.pdmodel", with Paddle 3 "….json", or "onnx/unet_64x64_0.5.onnx"
+    weights: InnerPath  # "unet/inference.pdiparams" or "onnx/unet.weights", which several programs may share
+    parity: dict[str, float] = field(default_factory=dict)  # max|program - eager| / max|eager| by batch size
+    # The same of Paddle's format with oneDNN's kernels; empty where these do not run it.
+    onednn_parity: dict[str, RelativeDifference] = field(default_factory=dict)
+
+    @property
+    def paths(self) -> tuple[str, str]:
+        """Program and weights."""
+        return self.program, self.weights
+
+
+@dataclass(frozen=True, config=STRICT)
 class ProgramFile(PlannedProgram):
-    """One program of a folder, in Paddle's format, as ONNX, or both; several may share one file of weights."""
+    """One program of a folder."""
 
-    program: InnerPath | None = None  # "unet/inference.pdmodel", with Paddle 3 "….json"; None if only ONNX is there
-    params: InnerPath | None = None  # "unet/inference.pdiparams", where `program` is there
-    # max|program - eager| / max|eager| by batch size, with Paddle's own kernels and with oneDNN's.
-    parity: dict[str, float] = field(default_factory=dict, hash=False)
-    onednn_parity: dict[str, RelativeDifference] = field(default_factory=dict, hash=False)
-    onnx: InnerPath | None = None  # "onnx/unet.onnx", with its weights in "onnx/unet.weights"; None if not exported
-    onnx_parity: dict[str, float] = field(default_factory=dict, hash=False)  # of ONNX Runtime
+    files: Annotated[dict[Format, Files], Field(min_length=1)] = field(hash=False, kw_only=True)  # by their format
 
-    def __post_init__(self) -> None:
-        if (self.program is None) != (self.params is None) or not self.paths:
-            raise ValueError(f"the files of {self.label} are incomplete")
 
-    @property
-    def paths(self) -> list[str]:
-        """The program's files in the exported folder, in all formats, except ONNX weights."""
-        return [path for path in (self.program, self.params, self.onnx) if path is not None]
+@dataclass(frozen=True, config=STRICT)
+class ProgramMerging:
+    """How the programs of a ratio merge, as the release that exported them says it.
 
-    @property
-    def paddle_files(self) -> tuple[str, str]:
-        """Its program and weights in Paddle's format; ToMeExportError if it was not exported in that."""
-        if self.program is None or self.params is None:
-            raise ToMeExportError(f"{self.label} has no Paddle program: export it with --format both.")
-        return self.program, self.params
+    Programs are complete, and run although this release has no such method or setting.
+    """
 
-    @property
-    def onnx_files(self) -> tuple[str, str]:
-        """Its `.onnx` file, and the model's weights beside it; ToMeExportError if it was not exported as ONNX."""
-        if self.onnx is None:
-            raise ToMeExportError(f"{self.label} has no ONNX program: export it with --format both.")
-        return self.onnx, str(PurePosixPath(self.onnx).with_name(f"{self.model}{ONNX_WEIGHTS}"))
-
-    @property
-    def formats(self) -> tuple[str, ...]:
-        """Some of `FORMATS`: those that the program was exported in."""
-        has = {"paddle": self.program is not None, "onnx": self.onnx is not None}
-        return tuple(name for name in FORMATS if has[name])
+    ratio: Ratio  # of the UNet; 0: nothing merges
+    words: str  # the method and its settings, and those of a ControlNet; "" at ratio 0
+    settings: dict[str, Any] | None  # of the UNet, for `compare`: arguments of `ToMeConfig`; None at ratio 0
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
@@ -169,22 +106,30 @@ class Manifest:
     pydantic rejects wrong values; whether the fields agree with each other, `open_export` checks.
     """
 
-    format: Literal[1]  # of tome.json
+    format: Literal[2]  # of tome.json
     name: str  # of the model's folder
     pipeline: PipelineName  # its class in ppdiffusers
     sizes: Annotated[tuple[Size, ...], Field(min_length=1)]  # in the order of the arguments
-    ratios: Annotated[tuple[Ratio, ...], Field(min_length=1)]  # the first is the default
+    merging: Annotated[tuple[ProgramMerging, ...], Field(min_length=1)]  # of each ratio; the first is the default
     image_to_image: bool  # whether the VAE's encoder was exported
     # Of the ControlNet fused with the UNet, including the mid block's; 0: no ControlNet.
     residuals: Annotated[int, Field(ge=0)]
     vae_factor: Side  # image pixels per latent pixel, along each side
-    # The settings of UNet and ControlNet by ratio; None: plain, or no ControlNet.
-    merging: dict[str, tuple[Settings | None, Settings | None]]
     versions: dict[str, str]
-    programs: tuple[ProgramFile, ...]
+    programs: Annotated[tuple[ProgramFile, ...], Field(min_length=1)]
     files: dict[InnerPath, FileFacts]  # of tome.json; empty where the programs became a folder of another layout
 
-    def exported(self, ratio: Any) -> float:
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """The exported ratios; the first is the default."""
+        return tuple(merging.ratio for merging in self.merging)
+
+    @property
+    def methods(self) -> dict[float, str]:
+        """How tokens merge, in words, by ratio; "" at ratio 0."""
+        return {merging.ratio: merging.words for merging in self.merging}
+
+    def find_ratio(self, ratio: Any) -> float:
         """The exported ratio that is the same as `ratio`; ToMeConfigError if there is none."""
         return find_ratio(ratio, self.ratios)
 
@@ -194,16 +139,9 @@ class Manifest:
         return self.residuals > 0
 
     @property
-    def formats(self) -> tuple[str, ...]:
+    def formats(self) -> tuple[Format, ...]:
         """Some of `FORMATS`: those that all programs were exported in."""
-        return self.programs[0].formats if self.programs else ()
-
-    @property
-    def methods(self) -> dict[float, str]:
-        """How the UNet's tokens merge, in words, by ratio; "" at ratio 0."""
-        merging = [self.merging[ratio_name(ratio)][0] for ratio in self.ratios]
-        words = ["" if settings is None else method_in_words(ExportedMerging(settings)) for settings in merging]
-        return dict(zip(self.ratios, words, strict=True))
+        return tuple(name for name in FORMATS if name in self.programs[0].files)
 
     def programs_of(self, model: str) -> list[ProgramFile]:
         """The programs of one model, the default first."""
@@ -226,24 +164,13 @@ class Manifest:
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
-def list_programs(
-    sizes: Collection[Size],
-    ratios: Collection[float],
-    encoders: Iterable[str],
-    image_to_image: bool,
-) -> dict[str, PlannedProgram]:
-    """The programs of an export, in order; the keys are the folders to write them to.
-
-    The folder of the first UNet is "unet", because ppdiffusers reads that one; only this package reads the others,
-    whose folders have the names of the programs.
+def other_models(text_encoders: Iterable[str], image_to_image: bool) -> list[str]:
+    """The models of an export whose programs come after those of the UNet, in their order.
 
     Args:
-        encoders: those of TEXT_ENCODERS that the pipeline has.
+        text_encoders: those of TEXT_ENCODERS that the pipeline has.
     """
-    models = [*encoders, "vae_decoder", *(["vae_encoder"] if image_to_image else [])]
-    unets = [PlannedProgram("unet", size, ratio) for size in sizes for ratio in ratios]
-    first, *others = [*unets, *map(PlannedProgram, models)]
-    return {first.model: first} | {file.name: file for file in others}
+    return [*text_encoders, "vae_decoder", *(["vae_encoder"] if image_to_image else [])]
 
 
 def is_refiner(manifest: Manifest) -> bool:
@@ -280,7 +207,7 @@ def open_export(folder: str | Path, verify: bool | None) -> tuple[ExportedFolder
             f"{folder} {reason}: create one with python -m ppdiffusers_tome export --model DIR --output DIR."
         )
     try:
-        manifest = TypeAdapter(Manifest).validate_json(path.read_bytes())
+        manifest = _read_json(path.read_bytes())
         if not manifest.files:
             raise ToMeExportError(f"{path} is damaged, because it lists no files: export the model again.")
         if (name := _inconsistent_field(manifest)) is not None:
@@ -293,21 +220,29 @@ def open_export(folder: str | Path, verify: bool | None) -> tuple[ExportedFolder
         raise ToMeExportError(f"{folder} cannot be read ({error}): export or copy it again.") from error
 
 
+def _read_json(content: bytes) -> Manifest:
+    """The manifest in a `tome.json` of this release or of 3.0.0; pydantic's ValidationError if it is neither."""
+    data = TypeAdapter(Any).validate_json(content)
+    if isinstance(data, dict) and data.get("format") == 1:
+        content = json.dumps(in_current_format(data)).encode()
+    return TypeAdapter(Manifest).validate_json(content)
+
+
 def _inconsistent_field(manifest: Manifest) -> str | None:
     """The first field that does not agree with the others, or has a value that this release does not know."""
     encoders = [name for name in TEXT_ENCODERS if manifest.programs_of(name)]
     last = "text_encoder_2" if "XL" in manifest.pipeline else "text_encoder"  # SDXL's refiner has no other
-    expected = list_programs(manifest.sizes, manifest.ratios, encoders, manifest.image_to_image).values()
-    paths = {path for file in manifest.programs for path in file.paths}
-    merging = [settings for pair in manifest.merging.values() for settings in pair if settings is not None]
+    models = other_models(encoders, manifest.image_to_image)
+    expected = [PlannedProgram("unet", size, ratio) for size in manifest.sizes for ratio in manifest.ratios]
+    expected += map(PlannedProgram, models)
+    places = {path for file in manifest.programs for own in file.files.values() for path in own.paths}
     is_consistent = {
+        "merging": all((one.settings is None) == (one.ratio == 0) for one in manifest.merging),
         "residuals": ("ControlNet" in manifest.pipeline) == manifest.controlnet,
         "vae_factor": not any(side % manifest.vae_factor for size in manifest.sizes for side in size),
-        "merging": list(manifest.merging) == [ratio_name(ratio) for ratio in manifest.ratios]
-        and all(is_ratio(settings.get("ratio")) for settings in merging),
         "programs": [file.place for file in manifest.programs] == [planned.place for planned in expected]
+        and all({*file.files} == {*manifest.formats} for file in manifest.programs)
         and encoders[-1:] == [last],
-        "formats": all(file.formats == manifest.formats for file in manifest.programs),
-        "files": not manifest.files or {*paths, "model_index.json"} <= set(manifest.files),
+        "files": {*places, "model_index.json"} <= set(manifest.files),
     }
     return next((name for name, consistent in is_consistent.items() if not consistent), None)

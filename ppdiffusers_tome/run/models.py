@@ -16,8 +16,7 @@ from ppdiffusers.models.vae import DecoderOutput, DiagonalGaussianDistribution
 from ppdiffusers.transformers import CLIPTextModel
 
 from ..errors import ToMeConfigError
-from ..wording import method_in_words
-from .manifest import ExportedMerging, Manifest, ProgramFile
+from .manifest import Manifest, ProgramFile
 from .ratios import ratio_name
 from .runtime import Load, Program, return_memory
 from .sizes import Size
@@ -178,7 +177,7 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
         Raises:
             ToMeConfigError: it was not exported.
         """
-        file = self._manifest.programs_by_size("unet", self._manifest.exported(ratio)).get(size)
+        file = self._manifest.programs_by_size("unet", self._manifest.find_ratio(ratio)).get(size)
         if file is None:
             raise self._manifest.size_error(size)
         with self._loading:
@@ -190,15 +189,9 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
         """What was exported, for `tome_summary`: a line with sizes and the current ratio, then one for each ratio."""
         manifest = self._manifest
         sizes = ", ".join(map(str, manifest.sizes))
-        lines = [f"exported for {sizes} (width x height), at ratio {ratio_name(self._ratio)} now (pipe.unet.ratio)"]
-        for exported, method in manifest.methods.items():
-            lines.append(f"ratio {ratio_name(exported)}: {method or 'plain'}")
-            settings = manifest.merging[ratio_name(exported)][1]
-            if manifest.controlnet and settings is not None:
-                controlnet = ExportedMerging(settings)
-                name = ratio_name(controlnet.effective_ratio)
-                lines[-1] += f"; ControlNet at ratio {name}: {method_in_words(controlnet)}"
-        return tuple(lines)
+        line = f"exported for {sizes} (width x height), at ratio {ratio_name(self._ratio)} now (pipe.unet.ratio)"
+        of_ratios = [f"ratio {ratio_name(one.ratio)}: {one.words or 'plain'}" for one in manifest.merging]
+        return (line, *of_ratios)
 
     @property
     def ratio(self) -> float:
@@ -207,7 +200,7 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
 
     @ratio.setter
     def ratio(self, ratio: float) -> None:
-        self._ratio = self._manifest.exported(ratio)
+        self._ratio = self._manifest.find_ratio(ratio)
         self._program_files = self._manifest.programs_by_size("unet", self._ratio)
 
     def forward(

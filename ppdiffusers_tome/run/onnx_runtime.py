@@ -15,7 +15,7 @@ import paddle
 
 from ..errors import ParameterError, ToMeError, ToMeExportError
 from .folder import ExportedFolder
-from .manifest import ProgramFile
+from .manifest import Files
 from .onnx_weights import IN_MEMORY, OPTIMIZED, WEIGHTS_FOLDER, weight_files
 from .runtime import Program, Runtime, error_summary, load_error, load_module
 
@@ -67,8 +67,8 @@ class OnnxRuntime(Runtime):
         """The number of the GPU."""
         return int(str(self.device).partition(":")[2] or 0)
 
-    def load(self, folder: ExportedFolder, file: ProgramFile) -> "OnnxProgram":
-        return OnnxProgram(folder.path / file.onnx_files[0], self, folder, file.onnx_files)
+    def load(self, folder: ExportedFolder, files: Files) -> "OnnxProgram":
+        return OnnxProgram(folder.path / files.program, self, folder, files.paths)
 
 
 class OnnxProgram(Program):

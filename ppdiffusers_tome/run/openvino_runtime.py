@@ -10,7 +10,7 @@ import paddle
 
 from ..errors import ParameterError
 from .folder import ExportedFolder
-from .manifest import ProgramFile
+from .manifest import Files
 from .runtime import Program, Runtime, load_error, load_module
 
 PRECISIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
@@ -43,8 +43,8 @@ class OpenVinoRuntime(Runtime):
         if self.precision != "fp32" and self.precision.upper() not in has:
             raise ParameterError("precision", self.precision, f"the device {self.device} does not have it: use fp32.")
 
-    def load(self, folder: ExportedFolder, file: ProgramFile) -> "OpenVinoProgram":
-        return OpenVinoProgram(folder, file, self)
+    def load(self, folder: ExportedFolder, files: Files) -> "OpenVinoProgram":
+        return OpenVinoProgram(folder, files, self)
 
 
 class OpenVinoProgram(Program):
@@ -58,9 +58,9 @@ class OpenVinoProgram(Program):
         ToMeExportError: this version of OpenVINO cannot read it.
     """
 
-    def __init__(self, folder: ExportedFolder, file: ProgramFile, runtime: OpenVinoRuntime) -> None:
-        self._path, self._device = folder.path / file.onnx_files[0], runtime.device.upper()
-        self._reading = partial(folder.reading, file.onnx_files)
+    def __init__(self, folder: ExportedFolder, files: Files, runtime: OpenVinoRuntime) -> None:
+        self._path, self._device = folder.path / files.program, runtime.device.upper()
+        self._reading = partial(folder.reading, files.paths)
         self._settings: dict[str, Any] = {
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_PRECISION_HINT": PRECISIONS[runtime.precision],

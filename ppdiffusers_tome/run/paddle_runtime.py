@@ -12,7 +12,7 @@ from paddle import inference
 
 from ..errors import ParameterError, ToMeConfigError, ToMeError, ToMeExportError
 from .folder import ExportedFolder
-from .manifest import ProgramFile
+from .manifest import Files
 from .runtime import Program, Runtime, error_summary, is_accurate
 
 PRECISIONS = {"fp32": "Float32", "fp16": "Half", "bf16": "Bfloat16"}
@@ -65,10 +65,10 @@ class PaddleRuntime(Runtime):
         kind, _, index = self.device.partition(":")
         return int(index or 0) if kind == "gpu" else None
 
-    def load(self, folder: ExportedFolder, file: ProgramFile) -> "Predictor":
+    def load(self, folder: ExportedFolder, files: Files) -> "Predictor":
         is_unset = self.onednn is None and self.gpu is None
-        onednn = is_accurate(file.onednn_parity) if is_unset else self.onednn
-        return Predictor(folder, file, replace(self, onednn=onednn))
+        onednn = is_accurate(files.onednn_parity) if is_unset else self.onednn
+        return Predictor(folder, files, replace(self, onednn=onednn))
 
 
 class Predictor(Program):
@@ -84,9 +84,9 @@ class Predictor(Program):
 
     _process: ClassVar[int | None] = None  # the process that has made predictors
 
-    def __init__(self, folder: ExportedFolder, file: ProgramFile, runtime: PaddleRuntime) -> None:
+    def __init__(self, folder: ExportedFolder, files: Files, runtime: PaddleRuntime) -> None:
         _check_process()
-        program, params = (folder.path / path for path in file.paddle_files)
+        program, params = (folder.path / path for path in files.paths)
         if program.suffix == ".json" and paddle.__version__.startswith("2."):
             raise ToMeExportError(
                 f"{program} was exported by Paddle 3, which Paddle {paddle.__version__} cannot read: export it "
@@ -99,7 +99,7 @@ class Predictor(Program):
             )
         self._gpu = runtime.gpu is not None
         self._lock = threading.Lock()
-        with folder.reading(file.paddle_files):
+        with folder.reading(files.paths):
             try:
                 config = inference.Config(str(program), str(params))
                 _configure(config, runtime, program)

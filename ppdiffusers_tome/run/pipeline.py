@@ -12,13 +12,14 @@ import ppdiffusers
 from ppdiffusers import DiffusionPipeline
 
 from ..errors import ParameterError, ToMeConfigError, ToMeError, ToMeExportError
-from .formats import check_format, default_runtime
-from .manifest import MANIFEST, Manifest, open_export
+from .folder import ExportedFolder
+from .formats import RUNTIME_FORMATS, check_format, default_runtime
+from .manifest import MANIFEST, Format, Manifest, ProgramFile, open_export
 from .models import ExportedControlNet, ExportedTextEncoder, ExportedUNet, ExportedVAE
 from .onnx_runtime import OnnxRuntime
 from .openvino_runtime import OpenVinoRuntime
 from .paddle_runtime import PaddleRuntime
-from .runtime import Load, Runtime
+from .runtime import Load, Program, Runtime
 from .stand_in import NoImageEncoder, refuse_loading
 
 # The folder of each model's config: ppdiffusers reads it from beside a program.
@@ -75,7 +76,7 @@ def load_pipeline(
     exported, manifest = open_export(folder, verify)
     name = runtime or default_runtime(manifest, settings.get("device", Runtime.device))
     check_format(folder, manifest, name)
-    load = partial((chosen or choose_runtime(name, **settings)).load, exported)
+    load = partial(_load_program, chosen or choose_runtime(name, **settings), exported, RUNTIME_FORMATS[name])
     cls = cls or getattr(ppdiffusers, manifest.pipeline)
     try:
         pipe = _assemble(exported.path, manifest, cls, load, ratio, max_programs)
@@ -106,6 +107,10 @@ def choose_runtime(runtime: str, **settings: Any) -> Runtime:
             f"{', '.join(unknown)}: runtime={runtime!r} has only the settings {', '.join(allowed)}; {remedy}."
         )
     return RUNTIMES[runtime](**settings)
+
+
+def _load_program(runtime: Runtime, folder: ExportedFolder, format: Format, file: ProgramFile) -> Program:
+    return runtime.load(folder, file.files[format])
 
 
 def _assemble(

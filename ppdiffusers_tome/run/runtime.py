@@ -15,7 +15,7 @@ import paddle
 from ..cores import usable_cores
 from ..errors import ParameterError, ToMeExportError, install_command
 from .folder import ExportedFolder
-from .manifest import ProgramFile
+from .manifest import Files, ProgramFile
 
 MAX_THREADS = 1024  # for one program
 # Largest relative difference from eager, in fp32, of a program whose runtime fuses operators. Fused operators round
@@ -59,8 +59,8 @@ class Runtime(ABC):
             raise ParameterError("threads", self.threads, f"it must be 1 to {MAX_THREADS}")
 
     @abstractmethod
-    def load(self, folder: ExportedFolder, file: ProgramFile) -> Program:
-        """Load one program of a folder. The folder must have it in this runtime's format.
+    def load(self, folder: ExportedFolder, files: Files) -> Program:
+        """Load one program of a folder, whose files are those in this runtime's format.
 
         Whatever reads a file of the program, now or in a call, does so in `folder.reading`.
 

@@ -13,7 +13,7 @@ from lab.result_files import read_json
 
 from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.comparison.results import write_result
-from ppdiffusers_tome.inference import ProgramFile, Size
+from ppdiffusers_tome.run.manifest import Files
 
 
 @pytest.fixture
@@ -90,25 +90,24 @@ def test_what_decides_a_program_is_in_its_key():
 
 
 def saved_program(folder, onnx):
-    paths = {"onnx": "key.onnx"} if onnx else {"program": "key/a.pdmodel", "params": "key/a.pdiparams"}
-    for path in paths.values():
+    files = Files("key.onnx" if onnx else "key/a.pdmodel", "key/a.weights", {"batch 1": 1e-6}, {"batch 1": math.inf})
+    for path in files.paths:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text("content")
-    parities = {"parity": {"batch 1": 1e-6}, "onednn_parity": {"batch 1": float("inf")}}
-    return ProgramFile("unet", size=Size(8, 8), ratio=0.5, **paths, **parities)
+    return files
 
 
 @pytest.mark.parametrize("onnx", [False, True])
 def test_a_program_is_found_while_it_is_complete(tmp_path, onnx):
     programs = Cache(tmp_path / "here")
     saved = saved_program(programs.folder, onnx)
-    assert programs.load_program("key") is None, "nothing is stored"
-    programs.store_program(saved, "key")
-    assert programs.load_program("key") == saved and programs.load_program("other") is None
+    assert programs.load_files("key") is None, "nothing is stored"
+    programs.store_files(saved, "key")
+    assert programs.load_files("key") == saved and programs.load_files("other") is None
     moved = Path((tmp_path / "here").rename(tmp_path / "there"))
-    assert Cache(moved).load_program("key") == saved
-    (moved / ("key.onnx" if onnx else "key/a.pdiparams")).unlink()
-    assert Cache(moved).load_program("key") is None
+    assert Cache(moved).load_files("key") == saved
+    (moved / ("key.onnx" if onnx else "key/a.weights")).unlink()
+    assert Cache(moved).load_files("key") is None
 
 
 def test_a_value_is_found_by_its_whole_key_while_it_is_complete(tmp_path, recwarn):
@@ -130,7 +129,7 @@ def test_a_damaged_record_of_a_program_is_named(tmp_path):
     programs.store({"name": "unet", "size": "large"}, "key")
     (file,) = tmp_path.iterdir()
     with pytest.warns(RuntimeWarning, match=re.escape(str(file))):
-        assert programs.load_program("key") is None
+        assert programs.load_files("key") is None
 
 
 def test_a_file_is_replaced_once_all_is_written(tmp_path):

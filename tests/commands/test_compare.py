@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,6 +23,7 @@ from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.cli import escape_unprintable, main
 from ppdiffusers_tome.commands import compare as compare_command
 from ppdiffusers_tome.commands import compare_options
+from ppdiffusers_tome.commands.compare import _next_steps as next_steps
 from ppdiffusers_tome.commands.merge_options import all_configs, merge_configs
 from ppdiffusers_tome.comparison import environment, fonts
 from ppdiffusers_tome.comparison.arms import ComparedArm, Figures, Scene, compare, make_table
@@ -35,7 +37,7 @@ from ppdiffusers_tome.errors import ParameterError
 from ppdiffusers_tome.families.schedules import as_numbers, most_steps, timesteps_of
 from ppdiffusers_tome.inference import Size, load_pipeline, read_manifest
 from ppdiffusers_tome.methods.steps import PLAIN_STEPS
-from ppdiffusers_tome.run.manifest import ExportedMerging
+from ppdiffusers_tome.serving.engine import load_engine
 
 SCENE = Scene(["a fox", "an owl"], size=Size(32, 32), steps=2, guidance_scale=2.0, seed=7)
 HALF, QUARTER = ToMeConfig(ratio=0.5), ToMeConfig(ratio=0.25)
@@ -374,30 +376,29 @@ def test_help_says_what_a_goal_tries(capsys):
     assert known_settings([]) == [ToMeConfig(ratio, "interlace") for ratio in KNOWN_RATIOS]
 
 
-def test_next_steps_name_what_was_fastest(capsys):
+def test_next_steps_name_what_was_fastest():
     """They promise no speed-up that was not measured, and their command is one that `export` takes."""
     options = parse("--model", "m", "--size", "64x32", "--method", "interlace", "todo")
     todo = figures(gain=1.2, config=ToMeConfig(method="todo", min_tokens=9))
-    lines = compare_command._next_steps(options, [PLAIN_FIGURES, figures(gain=1.1), todo]).splitlines()
+    lines = next_steps(options, [PLAIN_FIGURES, figures(gain=1.1), todo], is_exported=False).splitlines()
     words = "export --model m --output build/export --size 64x32 --merging method=todo,min_tokens=9 --ratio 0.75 0"
     assert words in lines[1] and "pipe.apply_tome(ratio=0.75, method='todo', min_tokens=9) " in lines[2]
     given = argparse.Namespace(method=[], config=[], ratio=[0.75, 0.0], merging=[words.split()[-4]])
     assert merge_configs(given) == [todo.config.with_settings(ratio=ratio) for ratio in (0.75, 0.0)]
-    lines = compare_command._next_steps(options, [PLAIN_FIGURES, figures(gain=1.1)]).splitlines()
+    lines = next_steps(options, [PLAIN_FIGURES, figures(gain=1.1)], is_exported=False).splitlines()
     assert "--merging" not in lines[1] and " --ratio 0.5 0 " in lines[1], "of the default method"
     assert "pipe.apply_tome(ratio=0.5) " in lines[2]
     tomesd = figures(gain=1.3, config=ToMeConfig(method="tomesd"))
-    lines = compare_command._next_steps(options, [PLAIN_FIGURES, tomesd]).splitlines()
+    lines = next_steps(options, [PLAIN_FIGURES, tomesd], is_exported=False).splitlines()
     assert "--merging method=tomesd --ratio 0.5 0 " in lines[1]
     assert "pipe.apply_tome(ratio=0.5, method='tomesd') " in lines[2]
-    exported = figures(gain=1.3, config=ExportedMerging({"ratio": 0.5, "method": "default"}))
-    assert compare_command._next_steps(options, [PLAIN_FIGURES, exported]).splitlines()[1:] == [
+    assert next_steps(options, [PLAIN_FIGURES, tomesd], is_exported=True).splitlines()[1:] == [
         "  load_pipeline('m', ratio=0.5)   # in your own code"
     ]
     for rows in ([PLAIN_FIGURES, figures(gain=0.99)], [PLAIN_FIGURES, figures(gain=None)]):
-        assert "not faster here" in compare_command._next_steps(options, rows)
+        assert "not faster here" in next_steps(options, rows, is_exported=False)
     unknown = figures(gain=None, gain_in_words=TOO_FEW_ROUNDS)
-    assert f"--rounds {ROUNDS} or more" in compare_command._next_steps(options, [PLAIN_FIGURES, unknown])
+    assert f"--rounds {ROUNDS} or more" in next_steps(options, [PLAIN_FIGURES, unknown], is_exported=False)
 
 
 def test_each_method_runs_at_the_ratios_that_it_allows(tmp_path):
@@ -474,7 +475,7 @@ def test_exported_ratios_are_compared(runtime, onnx_folder, tmp_path, capsys):
     options = ["--model", str(onnx_folder), "--runtime", runtime, "--steps", "2", "--threads", "1", *FEW_ROUNDS]
     assert main(["compare", *options, "--output", str(tmp_path), "--goal", "0.1dB", "--save", str(save)]) in (0, 1)
     result = json.loads((tmp_path / "compare_40x32.json").read_text())
-    exported = read_manifest(onnx_folder).merging["0.5"][0]
+    exported = read_manifest(onnx_folder).merging[0].settings
     assert [row["arm"] for row in result["arms"]] == ["plain", "tomesd 0.5"]
     assert result["arms"][1]["config"] == exported and result["runtime"] == runtime
     assert result["arms"][1]["tokens"] is result["arms"][1]["peak_bytes"] is None
@@ -485,25 +486,26 @@ def test_exported_ratios_are_compared(runtime, onnx_folder, tmp_path, capsys):
     assert "load_pipeline(" in printed or not save.exists()
 
 
-def test_an_export_of_a_method_that_is_no_more_is_compared_but_not_saved(exported_folder, tmp_path, capsys):
-    folder, save = tmp_path / "old", tmp_path / "tome.json"
-    shutil.copytree(exported_folder, folder)
-    manifest = json.loads((folder / "tome.json").read_text())
-    manifest["merging"]["0.5"] = [{"ratio": 0.5, "method": "default", "window": 4}, None]
-    (folder / "tome.json").write_text(json.dumps(manifest))
-    options = ["--prompt", "a fox"]
-    assert run_compare(folder, tmp_path / "outputs", *options, *FEW_ROUNDS, "--goal", "1.1x", "--save", str(save)) == 2
+def test_an_export_of_a_method_that_this_release_lacks_runs_but_is_not_compared(exported_folder, tmp_path, capsys):
+    """Its programs are complete, and `tome.json` says in words how they merge."""
+    folder = Path(shutil.copytree(exported_folder, tmp_path / "later"))
+    content = json.loads((folder / "tome.json").read_text())
+    content["merging"][0] |= {"words": "cluster, size=4", "settings": {"ratio": 0.5, "method": "cluster", "size": 4}}
+    (folder / "tome.json").write_text(json.dumps(content))
+    pipe = load_pipeline(folder)
+    assert pipe.unet.ratio == 0.5 and "ratio 0.5: cluster, size=4" in str(pipe.tome_summary())
+    np.testing.assert_array_equal(*(SCENE.generate(one, "a fox")[0] for one in (pipe, load_pipeline(exported_folder))))
+    assert load_engine(folder).methods[0.5] == "cluster, size=4"
+    assert run_compare(folder, tmp_path / "outputs", "--prompt", "a fox") == 2
     error = capsys.readouterr().err
-    assert f"--save {save}" in error and "method='default', window=4" in error
+    assert f"{folder} merges in a way that this release does not have, cluster, size=4 (" in error
     assert not (tmp_path / "outputs").exists(), "before anything is loaded"
-    assert run_compare(folder, tmp_path / "outputs", *options) == 0
-    assert "default 0.5, window=4" in capsys.readouterr().out
 
 
 def test_images_of_an_exported_folder_are_those_of_its_ratios(exported_folder, tmp_path):
     pipe = load_pipeline(exported_folder, ratio=0)
     scene = replace(SCENE, prompts=["a fox"])
-    plain, half = compare(pipe, scene, [ExportedMerging(HALF.settings())], rounds=1)
+    plain, half = compare(pipe, scene, [HALF], rounds=1)
     assert pipe.unet.ratio == 0 and np.array_equal(plain.images[0], scene.generate(pipe, "a fox")[0])
     pipe.unet.ratio = 0.5
     assert np.array_equal(half.images[0], scene.generate(pipe, "a fox")[0])

@@ -16,9 +16,7 @@ from ppdiffusers_tome.families.schedules import timesteps_of
 from ppdiffusers_tome.methods.plan import Choice, turn_at
 from ppdiffusers_tome.methods.steps import PLAIN_STEPS, PLAIN_STEPS_OF_FLOWS, is_level
 from ppdiffusers_tome.methods.turns import turn_table, turns_of
-from ppdiffusers_tome.run.manifest import ExportedMerging
 from ppdiffusers_tome.tensors import constants
-from ppdiffusers_tome.wording import method_in_words
 
 PLAIN = (1000, 951, 800, 115, 51, 20)
 MERGING = (799, 501, 116, 19, 0)
@@ -230,16 +228,3 @@ def test_the_summary_of_a_model_has_no_schedule_and_says_what_is_plain(unet):
     assert "first and last steps of an image keep all tokens" in note
     assert not unet.apply_tome(merge_steps="all").tome_summary(16, 16).notes
     assert not unet.apply_tome(method="todo").tome_summary(16, 16).notes
-
-
-# An export
-
-
-def test_an_export_of_release_3_0_merges_in_all_steps_and_says_so():
-    before, own = {"ratio": 0.5, "method": "interlace"}, ToMeConfig(0.5).settings()
-    assert not ExportedMerging(before).has_plain_steps
-    assert method_in_words(ExportedMerging(before)) == "interlace, merge_steps='all'"
-    assert ExportedMerging(own).has_plain_steps and method_in_words(ExportedMerging(own)) == "interlace"
-    for method in ("todo", "tomesd", "of another release"):
-        merging = ExportedMerging(ToMeConfig(method="todo").settings() | {"method": method})
-        assert not merging.has_plain_steps and "merge_steps" not in method_in_words(merging)

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -52,7 +51,7 @@ def replace_content(folder, name, content):
 
 def relevant_fields(manifest):
     """The fields that determine which programs are loaded, and how they are called."""
-    programs = [replace(file, parity={}, onednn_parity={}, onnx_parity={}) for file in manifest.programs]
+    programs = [(file.place, {name: files.paths for name, files in file.files.items()}) for file in manifest.programs]
     return programs, manifest.sizes, manifest.ratios, manifest.pipeline, manifest.vae_factor, manifest.residuals
 
 
@@ -90,24 +89,29 @@ def test_random_damage_of_the_other_files(exported_folder, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_to("format", 2), "format: .*not 2"),
+        (set_to("format", 3), "format: .*not 3"),
+        (set_to("format", 1), "ratios: "),
         (set_to("unknown", 1), "unknown: "),
         (lambda data: data.pop("vae_factor") and None, "vae_factor: "),
         (set_to("image_to_image", "yes"), "image_to_image: .*not 'yes'"),
-        (set_to("ratios", 0, float("nan")), "ratios.0: .*not nan"),
-        (set_to("ratios", 0, 1.5), "ratios.0: .*not 1.5"),
-        (set_to("ratios", []), "ratios: "),
+        (set_to("merging", 0, "ratio", float("nan")), "merging.0.ratio: .*not nan"),
+        (set_to("merging", 0, "ratio", 1.5), "merging.0.ratio: .*not 1.5"),
+        (set_to("merging", []), "merging: "),
+        (set_to("merging", 0, "settings", None), "merging is unknown or inconsistent"),
+        (set_to("merging", 0, "settings", "default"), "merging.0.settings: .*not 'default'"),
         (set_to("sizes", 0, [32]), "sizes.0.width: "),
         (set_to("sizes", 0, 0, 10**30), "sizes.0.0: .*99999"),
         (set_to("programs", 0, "size", [32, 48]), "programs is unknown or inconsistent"),
         (set_to("programs", 0, "ratio", 0.25), "programs is unknown or inconsistent"),
-        (set_to("programs", 0, "program", "unet/no.pdmodel"), "files is unknown or inconsistent"),
-        (set_to("programs", 0, "program", "../unet/inference.pdmodel"), "programs.0.program: "),
-        (set_to("programs", 0, "parity", "batch 1", float("nan")), "programs.0.parity.batch 1: "),
+        (set_to("programs", []), "programs: "),
+        (set_to("programs", 0, "files", {}), "programs.0.files: "),
+        (set_to("programs", 0, "files", "tflite", {}), "programs.0.files.tflite"),
+        (set_to("programs", 0, "files", "onnx", {"program": "a", "weights": "b"}), "programs is unknown or inconsis"),
+        (set_to("programs", 0, "files", "paddle", "program", "unet/no.pdmodel"), "files is unknown or inconsistent"),
+        (set_to("programs", 0, "files", "paddle", "weights", "unet/no"), "files is unknown or inconsistent"),
+        (set_to("programs", 0, "files", "paddle", "program", "../unet/a"), "programs.0.files.paddle.program: "),
+        (set_to("programs", 0, "files", "paddle", "parity", "batch 1", float("nan")), "paddle.parity.batch 1: "),
         (set_to("files", {}), "lists no files"),
-        (set_to("merging", {}), "merging is unknown or inconsistent"),
-        (set_to("merging", "0.5", 0, "ratio", "half"), "merging is unknown or inconsistent"),
-        (set_to("merging", "0.5", 0, "default"), "merging.0.5.0: .*not 'default'"),
         (set_to("pipeline", "Popen"), "pipeline: .*StableDiffusionPipeline.*not 'Popen'"),
         (set_to("residuals", 13), "residuals is unknown or inconsistent"),
         (set_to("vae_factor", 5), "vae_factor is unknown or inconsistent"),
@@ -164,7 +168,7 @@ def test_all_files_except_weights_are_always_verified(copy, verify, name):
 def test_weights_are_verified_unless_switched_off_and_programs_always(source, runtime, name, request, tmp_path):
     folder = Path(shutil.copytree(request.getfixturevalue(source), tmp_path / "copy"))
     load = partial(load_pipeline, folder, runtime=runtime)
-    weights, program = folder / name, folder / read_manifest(folder).programs[0].paths[0]
+    weights, program = folder / name, folder / next(iter(read_manifest(folder).programs[0].files.values())).program
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
     with pytest.raises(ToMeExportError, match=rf"{name} differs"):
         load()

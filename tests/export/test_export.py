@@ -15,7 +15,7 @@ import numpy as np
 import paddle
 import pytest
 from conftest import refiner_pipeline, tiny_pipeline, traces
-from exporting import MIN_THREADS, export_linked, programs_of, unmerged_programs
+from exporting import MIN_THREADS, export_linked, programs_of, unmerged_programs, write_program
 from ppdiffusers import (
     DiffusionPipeline,
     StableDiffusionControlNetPipeline,
@@ -31,8 +31,9 @@ from ppdiffusers_tome.export import export as export_module
 from ppdiffusers_tome.export import loading, programs, tracing
 from ppdiffusers_tome.export.comparison import TOLERANCE, relative_difference
 from ppdiffusers_tome.export.exportable import READERS
+from ppdiffusers_tome.export.layouts import PpdiffusersLayout
 from ppdiffusers_tome.export.loading import load_eager_pipeline, require_model_folder
-from ppdiffusers_tome.export.request import DenoiserMerging, list_merging, list_sizes
+from ppdiffusers_tome.export.request import DenoiserMerging, ExportRequest, list_merging, list_sizes
 from ppdiffusers_tome.inference import (
     PaddleRuntime,
     Size,
@@ -41,7 +42,7 @@ from ppdiffusers_tome.inference import (
     parse_size,
     read_manifest,
 )
-from ppdiffusers_tome.run.manifest import PipelineName, PlannedProgram
+from ppdiffusers_tome.run.manifest import PipelineName, PlannedProgram, ProgramMerging
 from ppdiffusers_tome.run.ratios import find_ratio, ratio_name
 from ppdiffusers_tome.run.runtime import Program
 from ppdiffusers_tome.serving.engine import load_engine
@@ -62,10 +63,12 @@ def test_manifest_describes_the_folder(exported_folder):
     assert manifest.ratios == (0.5, 0.0)
     assert manifest.pipeline == "StableDiffusionPipeline"
     assert manifest.image_to_image and not manifest.controlnet
-    assert manifest.merging["0"] == (None, None)
-    assert manifest.merging["0.5"][0] == ToMeConfig(0.5).settings()
+    assert manifest.merging == (
+        ProgramMerging(0.5, "interlace", ToMeConfig(0.5).settings()),
+        ProgramMerging(0.0, "", None),
+    )
     assert manifest.versions["paddle"] == paddle.__version__
-    assert [file.program.split("/")[0] for file in manifest.programs_of("unet")] == [
+    assert [file.files["paddle"].program.split("/")[0] for file in manifest.programs_of("unet")] == [
         "unet",
         "unet_32x32_0",
         "unet_48x32_0.5",
@@ -85,7 +88,7 @@ def test_half_precision_weights_are_exported_in_float32(exported_folder, tmp_pat
     pipe, linked = tiny_pipeline(), unmerged_programs(exported_folder)
     pipe.unet.to(dtype="float16")
     (unet, *_) = export(pipe, tmp_path / "export", 0.5, linked=linked).programs
-    assert unet.ratio == 0.5 and max(unet.parity.values()) < 1e-5
+    assert unet.ratio == 0.5 and max(unet.files["paddle"].parity.values()) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -98,40 +101,31 @@ def test_other_methods_are_exported_and_described(tiny, exported_folder, tmp_pat
     manifest = export(tiny, tmp_path / "out", (ratio, 0), [(32, 32)], linked=linked, **settings)
     read = read_manifest(tmp_path / "out", verify=True)
     config = ToMeConfig(ratio=ratio, **settings)
-    assert read == manifest and read.merging == {f"{ratio:g}": 2 * (config.settings(),), "0": (None, None)}
+    assert read == manifest and read.merging[0] == ProgramMerging(ratio, method_in_words(config), config.settings())
     assert read.methods == {ratio: method_in_words(config), 0.0: ""}
-    assert all(value < TOLERANCE for value in manifest.programs[0].parity.values())
-
-
-@pytest.mark.parametrize("settings", ["default", {}, {"ratio": None}, {"ratio": True}])
-def test_merging_without_a_ratio_is_damaged(exported_folder, tmp_path, settings):
-    shutil.copytree(exported_folder, tmp_path / "damaged")
-    data = json.loads((tmp_path / "damaged" / "tome.json").read_text())
-    data["merging"]["0.5"][0] = settings
-    (tmp_path / "damaged" / "tome.json").write_text(json.dumps(data))
-    with pytest.raises(ToMeExportError, match="merging"):
-        read_manifest(tmp_path / "damaged")
+    assert all(value < TOLERANCE for value in manifest.programs[0].files["paddle"].parity.values())
 
 
 def test_every_program_was_compared_with_eager(exported_folder):
     for file in read_manifest(exported_folder).programs:
-        assert set(file.parity) == {"batch 1", "batch 2"}
-        assert max(file.parity.values()) <= TOLERANCE
-        assert bool(file.onednn_parity) == PADDLE2
+        files = file.files["paddle"]
+        assert set(files.parity) == {"batch 1", "batch 2"}
+        assert max(files.parity.values()) <= TOLERANCE
+        assert bool(files.onednn_parity) == PADDLE2
 
 
 def test_a_program_holds_no_paths_of_this_machine(tmp_path, monkeypatch):
     """Paddle stores the call stack of each operator. exporting's ORIGINS empties it, and this test brings it back."""
     monkeypatch.setattr("paddle.base.framework.traceback", traceback)
     traceable = programs.Traceable(paddle.nn.Linear(4, 4), (programs.Input("input", ("batch", 4)),))
-    file = tracing.save(traceable, PlannedProgram("layer"), tmp_path, "x", {}, 1)
-    content = (tmp_path / file.program).read_bytes()
+    file = write_program(traceable, PlannedProgram("layer"), tmp_path, "x")
+    content = (tmp_path / file.files["paddle"].program).read_bytes()
     package = Path(export_module.__file__).parents[1].name
     assert content and not any(text in content for text in (b".py", b"site-packages", package.encode()))
 
 
 def test_programs_of_one_model_share_its_weights(exported_folder):
-    weights = {file.params for file in read_manifest(exported_folder).programs_of("unet")}
+    weights = {file.files["paddle"].weights for file in read_manifest(exported_folder).programs_of("unet")}
     assert weights == {"unet/inference.pdiparams"}
     assert len(list(exported_folder.rglob("*.pdiparams"))) == 4  # unet, text encoder, VAE encoder and decoder
 
@@ -182,7 +176,7 @@ def test_pipeline_is_unchanged_and_its_own_merging_is_exported(tiny, exported_fo
         assert before == (traces(tiny.unet), traces(tiny.vae), traces(tiny.text_encoder), str(tiny.tome_summary()))
         np.testing.assert_array_equal(before_export, after_export)
         assert manifest.ratios == (0.25,)
-        assert manifest.merging["0.25"][0] == ToMeConfig(0.25, min_tokens=64).settings()
+        assert manifest.merging[0].settings == ToMeConfig(0.25, min_tokens=64).settings()
     finally:
         tiny.remove_tome()
 
@@ -193,8 +187,8 @@ def test_a_grid_of_one_row_is_known(tmp_path):
     traceable = programs.denoiser(unet(**ONE_LEVEL), None)
     attach(traceable.layer.unet, ToMeConfig(0.5, "tomesd", sy=1), None)
     planned = PlannedProgram("unet", size=Size(1, 8))
-    saved = tracing.save(traceable, planned, tmp_path, "program", {**dims, "tokens": 7}, 1)
-    assert max(saved.parity.values()) <= TOLERANCE
+    saved = write_program(traceable, planned, tmp_path, "program", {**dims, "tokens": 7})
+    assert max(saved.files["paddle"].parity.values()) <= TOLERANCE
 
 
 def test_ratios_that_are_equal_to_six_digits_are_one(exported_folder):
@@ -264,16 +258,20 @@ def test_what_the_refiner_needs(tmp_path, name):
 # Errors leave nothing behind
 
 
-def test_the_earlier_export_is_there_after_a_kill(exported_folder, tiny, tmp_path):
-    """Between two renames it has another name: readers report it, and change nothing; writers rename it back."""
+def test_the_earlier_export_is_there_after_a_kill(exported_folder, tiny, tmp_path, monkeypatch):
+    """Between two renames it has another name, which readers and requests report; what writes renames it back."""
     shutil.copytree(exported_folder, tmp_path / ".out.replaced")
     for read in (read_manifest, load_pipeline):
         with pytest.raises(ToMeExportError, match=r"/\.out\.replaced.* rename .*/out"):
             read(tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == [".out.replaced"]
-    with pytest.raises(ToMeExportError, match="--overwrite"):
+    with pytest.raises(ToMeExportError, match=r"/\.out\.replaced: rename it, or .*--overwrite"):
         export(tiny, tmp_path / "out", 0.5)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    ExportRequest(tmp_path / "out", None, None, PpdiffusersLayout("paddle"), overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == [".out.replaced"]
+    monkeypatch.setattr(export_module._Writer, "write", lambda _: pytest.fail("it writes"))
+    with pytest.raises(pytest.fail.Exception):
+        export(tiny, tmp_path / "out", 0.5, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and read_manifest(tmp_path / "out")
 
 
 def test_program_that_differs_is_an_error(tiny, tmp_path):
@@ -324,7 +322,7 @@ def test_failing_overwrite_keeps_the_earlier_export(exported_folder, tiny, tmp_p
 
     folder = tmp_path / "out"
     shutil.copytree(exported_folder, folder)
-    monkeypatch.setattr(export_module, "list_programs", lambda *_: {})
+    monkeypatch.setattr(export_module._Writer, "write", lambda _: ())
     monkeypatch.setattr(export_module, "copy_parts", failing_copy)
     with pytest.raises(OSError, match="No space left"):
         export(tiny, folder, 0.5, overwrite=True)
@@ -380,11 +378,12 @@ def test_each_image_needs_one_try_that_agrees_in_two_runs(tmp_path, monkeypatch,
     monkeypatch.setattr(PaddleRuntime, "load", load_disturbed)
     monkeypatch.setattr(tracing, "MIN_THREADS", MIN_THREADS)
     traceable = programs.Traceable(paddle.nn.Linear(4, 4), (programs.Input("input", ("batch", 4)),))
+    traced = tracing.TracedProgram(traceable, PlannedProgram("layer"), tmp_path, "x", {}, 1)
     if is_accepted:
-        assert max(tracing.save(traceable, PlannedProgram("layer"), tmp_path, "x", {}, 1).parity.values()) <= TOLERANCE
+        assert max(traced.compare_in_paddle()[0].values()) <= TOLERANCE
     else:
         with pytest.raises(ToMeExportError, match=r"layer .*batch 2"):
-            tracing.save(traceable, PlannedProgram("layer"), tmp_path, "x", {}, 1)
+            traced.compare_in_paddle()
 
 
 class Untraceable(paddle.nn.Linear):
@@ -404,12 +403,12 @@ def test_an_export_after_one_that_failed(tmp_path):
         layer = Untraceable(4, 4)
         weight = weakref.ref(layer.weight)
         with pytest.raises(ToMeExportError, match=r"the layer.*not in a program"):
-            tracing.save(programs.Traceable(layer, inputs), PlannedProgram("layer"), tmp_path, f"{number}", {}, 1)
+            write_program(programs.Traceable(layer, inputs), PlannedProgram("layer"), tmp_path, f"{number}")
         del layer
         gc.collect()
         assert weight() is None
         traceable = programs.Traceable(paddle.nn.Linear(4, 4), inputs)
-        assert tracing.save(traceable, PlannedProgram("layer"), tmp_path, f"{number}", {}, 1).parity
+        assert write_program(traceable, PlannedProgram("layer"), tmp_path, f"{number}").files["paddle"].parity
 
 
 # Errors before anything is written

@@ -363,17 +363,17 @@ def test_threads_that_call_one_pipeline_load_each_program_once(folder_of, monkey
     folder, loaded = folder_of("onnxruntime"), []
     load = OnnxRuntime.load
 
-    def slow(runtime, exported, file):
-        loaded.append(file.name)
+    def slow(runtime, exported, files):
+        loaded.append(files.program)
         time.sleep(0.05)  # so that the threads meet
-        return load(runtime, exported, file)
+        return load(runtime, exported, files)
 
     monkeypatch.setattr(OnnxRuntime, "load", slow)
     pipe = load_pipeline(folder, threads=1)
     inputs = paddle.zeros([1, 4, 16, 20]), 10
     text = paddle.zeros([1, 24, 32])
     in_threads(3 * [lambda: pipe.unet(*inputs, encoder_hidden_states=text)] + [lambda: pipe.unet.load((32, 40), 0.5)])
-    assert loaded == ["unet_40x32_0.5"] and pipe.unet.loads == 1
+    assert loaded == ["onnx/unet_40x32_0.5.onnx"] and pipe.unet.loads == 1
 
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "paddle"])

@@ -227,7 +227,8 @@ def test_a_controlnet_and_its_own_ratio(tmp_path):
     assert [name.partition(".")[0] for name in names] == ["controlnet"] * 2 + ["unet"] * 3
     assert not (tmp_path / "export/onnx/unet_40x32_0.onnx").exists()
     (file,) = read_manifest(tmp_path / "export").programs_of("unet")
-    assert max(file.onnx_parity.values()) < 1e-4 and not file.parity
+    (files,) = file.files.values()
+    assert max(files.parity.values()) < 1e-4 and files.program == "onnx/unet_40x32_0.5.onnx"
 
 
 @pytest.mark.parametrize("adapter", [Adapted, with_lora])
@@ -235,7 +236,7 @@ def test_adapters_of_projections_are_exported(adapter, tmp_path):
     pipe = tiny_pipeline()
     adapt(pipe.unet, adapter)
     manifest = export_pipeline(pipe, tmp_path / "export", 0.75, [SIZE], progress=False)
-    assert max(manifest.programs_of("unet")[0].onnx_parity.values()) < 1e-5
+    assert max(manifest.programs_of("unet")[0].files["onnx"].parity.values()) < 1e-5
 
 
 def test_both_formats_and_a_method_without_turns(tmp_path):
@@ -243,9 +244,9 @@ def test_both_formats_and_a_method_without_turns(tmp_path):
     pipe = tiny_pipeline()
     ratios = (0.75, 0)
     manifest = export_pipeline(pipe, tmp_path / "export", ratios, [SIZE], method="todo", format="both", progress=False)
-    first, plain = manifest.programs_of("unet")
-    assert first.params == plain.params == "unet/inference.pdiparams"
-    assert max(first.parity.values()) <= 1e-5 and max(first.onnx_parity.values()) <= 1e-5
+    first, plain = (file.files for file in manifest.programs_of("unet"))
+    assert first["paddle"].weights == plain["paddle"].weights == "unet/inference.pdiparams"
+    assert all(max(files.parity.values()) <= 1e-5 for files in first.values())
     assert (tmp_path / "export" / "unet" / "inference.pdiparams").is_file()
 
 

@@ -16,6 +16,7 @@ from ppdiffusers_tome.inference import OnnxRuntime, OpenVinoRuntime, PaddleRunti
 from ppdiffusers_tome.methods.steps import PLAIN_STEPS
 from ppdiffusers_tome.methods.turns import turn_table
 from ppdiffusers_tome.run.folder import ExportedFolder
+from ppdiffusers_tome.run.formats import RUNTIME_FORMATS
 from ppdiffusers_tome.summary import tome_summary
 
 RUNTIMES = {
@@ -58,7 +59,7 @@ def inputs_at(timestep):
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_a_program_equals_eager_in_every_turn(runtime, folder, monkeypatch):
     (file,) = read_manifest(folder).programs_of("unet")
-    program = RUNTIMES[runtime].load(ExportedFolder(folder), file)
+    program = RUNTIMES[runtime].load(ExportedFolder(folder), file.files[RUNTIME_FORMATS[runtime]])
     unet, plain = merged_unet(), merged_unet().remove_tome()
     assert len({int(turn_table()[timestep]) for timestep in TIMESTEPS}) == 4
     for timestep in TIMESTEPS:
@@ -86,7 +87,7 @@ def test_a_block_moves_its_tokens_by_one_gather(exported_folder):
     assert len(merging) > 2 and last == max(path for path in merging if path.startswith("up_blocks."))
     for file in manifest.programs_of("unet"):
         tokens = (-1, (file.size.height // manifest.vae_factor) * (file.size.width // manifest.vae_factor), CHANNELS)
-        program = read_program(exported_folder / file.program)
+        program = read_program(exported_folder / file.files["paddle"].program)
         moving = [op for op in program if op.inputs and op.inputs[0].shape == tokens and op.name in MOVES]
         assert len(moving) == (sum(merging.values()) if file.ratio else 0), file.name
         assert all(op.outputs[0].shape[1] < tokens[1] for op in moving)
@@ -105,4 +106,5 @@ def test_the_command_without_a_method_exports_interlace(options, ratios, tiny, t
     with pytest.raises(SystemExit):
         main(["export", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "out"), *options])
     assert [merging.ratio for merging in requested[0].merging] == ratios
-    assert requested[0].merging[0].settings() == 2 * (ToMeConfig(ratios[0], "interlace").settings(),)
+    expected = ToMeConfig(ratios[0], "interlace").settings()
+    assert [config.settings() for config in requested[0].merging[0].configs] == 2 * [expected]

@@ -13,7 +13,7 @@ import onnx
 import paddle
 import pytest
 from conftest import EMOJI_SD, tiny_pipeline
-from exporting import ONNX_SETTINGS
+from exporting import ONNX_SETTINGS, write_program
 from onnx.reference import ReferenceEvaluator
 from paddle import nn
 from PIL import Image
@@ -23,14 +23,13 @@ from zoo.parts import ONE_DEPTH, ONE_LEVEL, SDXL, controlnet, image, unet
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeExportError, match_tokens, merge, unmerge
 from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.export import comparison, onnx_fixes, programs, tracing
+from ppdiffusers_tome.export import comparison, onnx_fixes, programs
 from ppdiffusers_tome.export.conversion import Converter
 from ppdiffusers_tome.grid import Grid
 from ppdiffusers_tome.inference import (
     OnnxRuntime,
     OpenVinoRuntime,
     PaddleRuntime,
-    ProgramFile,
     Size,
     choose_runtime,
     export_pipeline,
@@ -39,7 +38,7 @@ from ppdiffusers_tome.inference import (
 )
 from ppdiffusers_tome.run import onnx_graph
 from ppdiffusers_tome.run.folder import ExportedFolder
-from ppdiffusers_tome.run.manifest import PlannedProgram
+from ppdiffusers_tome.run.manifest import Files, PlannedProgram, ProgramMerging
 from ppdiffusers_tome.run.onnx_cpu import fused
 from ppdiffusers_tome.run.onnx_gpu import gpu_program, half_program, halve
 from ppdiffusers_tome.run.onnx_runtime import OnnxProgram
@@ -64,11 +63,11 @@ def load(folder, runtime, **settings):
 
 
 def load_file(runtime, path):
-    return runtime.load(ExportedFolder(path.parent), ProgramFile("unet", onnx=path.name))
+    return runtime.load(ExportedFolder(path.parent), Files(path.name, "unet.weights"))
 
 
 def save(traceable, folder, converter, dims=None, **planned):
-    return tracing.save(traceable, PlannedProgram("layer", **planned), folder, "program", dims or {}, 1, converter)
+    return write_program(traceable, PlannedProgram("layer", **planned), folder, "program", dims, converter).files
 
 
 def images_of(pipe, **settings):
@@ -136,8 +135,8 @@ def test_programs_are_compared_and_share_weights(onnx_folder, tiny):
     manifest = read_manifest(onnx_folder, verify=True)
     assert manifest.formats == ("onnx",)
     for file in manifest.programs:
-        assert file.paths == [file.onnx] and set(file.onnx_parity) == {"batch 1", "batch 2"}
-        assert max(file.onnx_parity.values()) <= FUSED_TOLERANCE
+        (files,) = file.files.values()
+        assert {*files.parity} == {"batch 1", "batch 2"} and max(files.parity.values()) <= FUSED_TOLERANCE
     folder = onnx_folder / "onnx"
     assert {path.name for path in folder.glob("*.weights")} == {
         f"{model}.weights" for model in ("unet", "text_encoder", "vae_encoder", "vae_decoder")
@@ -162,8 +161,9 @@ def test_command_writes_both_formats(tmp_path, capsys):
     assert main([*command, "--size", "32x32", "--format", "both"]) == 0
     manifest = read_manifest(folder, verify=True)
     assert manifest.formats == ("paddle", "onnx") and manifest.sizes == (Size(32, 32),)
-    config = ToMeConfig(0.5, min_tokens=9).settings()
-    assert manifest.merging["0.5"] == (config, config) and not manifest.image_to_image
+    settings = ToMeConfig(0.5, min_tokens=9).settings()
+    assert manifest.merging == (ProgramMerging(0.5, "interlace, min_tokens=9", settings),)
+    assert not manifest.image_to_image
     printed, progress = capsys.readouterr()
     assert [line for line in progress.splitlines() if line.startswith("exporting")] == [
         "exporting unet 32x32, ratio 0.5 (1 of 3) …",
@@ -192,11 +192,11 @@ def check(traceable, tmp_path, converter, **dims):
     fixed = {"height": 2 * dims["latent_height"], "width": 2 * dims["latent_width"], **dims}
     size = Size(fixed["height"], fixed["width"])
     saved = save(traceable, tmp_path, converter, {**fixed, "tokens": TEXT}, size=size)
-    operators = operators_of(fused(tmp_path / saved.onnx, 1))
+    operators = operators_of(fused(tmp_path / saved["onnx"].program, 1))
     assert "MultiHeadAttention" in operators and "Softmax" not in operators
     folder, random = ExportedFolder(tmp_path), np.random.RandomState(1)
-    native = PaddleRuntime(threads=1, onednn=False).load(folder, saved)
-    loaded = [runtime.load(folder, saved) for runtime in RUNTIMES.values()]
+    native = PaddleRuntime(threads=1, onednn=False).load(folder, saved["paddle"])
+    loaded = [runtime.load(folder, saved["onnx"]) for runtime in RUNTIMES.values()]
     for batch, tokens in ((1, TEXT), (2, TEXT + 4), (3, TEXT)):
         now = {**fixed, "batch": batch, "tokens": tokens}
         tries = [{one.name: one.random(random, now) for one in traceable.inputs} for _ in range(comparison.TRIES)]
@@ -268,7 +268,9 @@ def test_choice_of_96_by_96_tokens(tmp_path, converter):
     tokens = paddle.to_tensor(tokens)
     saved, expected = save_matching(tokens, tmp_path, converter)
     for runtime in RUNTIMES.values():
-        restored, owners = (output.numpy() for output in runtime.load(ExportedFolder(tmp_path), saved)(tokens=tokens))
+        restored, owners = (
+            output.numpy() for output in runtime.load(ExportedFolder(tmp_path), saved["onnx"])(tokens=tokens)
+        )
         assert (owners != expected[1]).mean() < 1e-3  # sums round differently, so that another dst may be as similar
         assert np.abs(restored.sum() - expected[0].sum()) < 1e-3 * np.abs(expected[0]).sum()
 
@@ -277,15 +279,15 @@ def test_merged_tokens_are_complete_with_several_threads(tmp_path, converter):
     """ONNX Runtime's ScatterND loses rows that several threads add to the same one."""
     tokens = paddle.to_tensor(np.random.RandomState(0).standard_normal([2, 64 * 64, 64]).astype("float32"))
     saved, expected = save_matching(tokens, tmp_path, converter)
-    operators = operators_of((tmp_path / saved.onnx).read_bytes())
+    operators = operators_of((tmp_path / saved["onnx"].program).read_bytes())
     assert "ScatterElements" in operators and "ScatterND" not in operators
     for threads, runs in ((1, 1), (2, 8)):
-        program = OnnxRuntime(threads=threads).load(ExportedFolder(tmp_path), saved)
+        program = OnnxRuntime(threads=threads).load(ExportedFolder(tmp_path), saved["onnx"])
         for _ in range(runs):
             restored, owners = (output.numpy() for output in program(tokens=tokens))
             np.testing.assert_array_equal(owners, expected[1])
             np.testing.assert_allclose(restored, expected[0], atol=1e-5)
-        assert ("ScatterND" in operators_of(fused(tmp_path / saved.onnx, threads))) == (threads == 1)
+        assert ("ScatterND" in operators_of(fused(tmp_path / saved["onnx"].program, threads))) == (threads == 1)
 
 
 class Scatter(nn.Layer):
@@ -328,7 +330,7 @@ def test_sums_of_a_model_of_any_rank_convert(kind, tmp_path, converter):
     traceable = programs.Traceable(layer, (programs.Input("tokens", ("batch", 8, 4)),))
     saved = save(traceable, tmp_path, converter)
     for threads in (1, 2):
-        (actual,) = OnnxRuntime(threads=threads).load(ExportedFolder(tmp_path), saved)(tokens=tokens)
+        (actual,) = OnnxRuntime(threads=threads).load(ExportedFolder(tmp_path), saved["onnx"])(tokens=tokens)
         np.testing.assert_allclose(actual.numpy(), expected, atol=1e-5)
 
 
@@ -439,7 +441,7 @@ def test_tokens_whose_squares_overflow_float16_merge_as_in_float32(tmp_path, con
     tokens = groups[random.randint(64, size=[1, 256])] + 0.3 * random.standard_normal([1, 256, 320])
     tokens = paddle.to_tensor((30 * tokens).astype("float32"))  # sums of squares of 300,000; float16 has up to 65,504
     saved, expected = save_matching(tokens, tmp_path, converter, share=0.25)
-    half = halve(onnx.shape_inference.infer_shapes(onnx.load(str(tmp_path / saved.onnx))))
+    half = halve(onnx.shape_inference.infer_shapes(onnx.load(str(tmp_path / saved["onnx"].program))))
     restored, owners = ReferenceEvaluator(half).run(None, {"tokens": tokens.numpy()})
     assert (owners == expected[1]).mean() > 0.97  # scores are in float16
     assert np.square(restored - expected[0]).mean() < 0.01 * np.square(expected[0]).mean()
@@ -512,11 +514,11 @@ def test_a_folder_that_cannot_be_written_is_a_warning(own_folder, caplog):
 
 def test_processes_that_start_at_once_share_one_file(own_folder):
     script = f"""
-from ppdiffusers_tome.inference import OnnxRuntime, ProgramFile
-from ppdiffusers_tome.run import onnx_graph
+from ppdiffusers_tome.inference import OnnxRuntime
 from ppdiffusers_tome.run.folder import ExportedFolder
+from ppdiffusers_tome.run.manifest import Files
 for name in {[path.name for path in unets_of(own_folder)]}:
-    OnnxRuntime(threads=1).load(ExportedFolder({str(own_folder)!r}), ProgramFile("unet", onnx=name))
+    OnnxRuntime(threads=1).load(ExportedFolder({str(own_folder)!r}), Files(name, "unet.weights"))
 """
     processes = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(2)]
     assert [process.wait(timeout=300) for process in processes] == [0, 0]
@@ -534,7 +536,7 @@ def test_weights_stay_out_of_the_conversion(tmp_path, converter):
     layer = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
     weights = {name: value.numpy() for name, value in layer.state_dict().items() if value.ndim == 2}
     traceable = programs.Traceable(layer, (programs.Input("input", ("batch", 4)),))
-    path = tmp_path / save(traceable, tmp_path, converter).onnx
+    path = tmp_path / save(traceable, tmp_path, converter)["onnx"].program
     graph = onnx.load(str(path), load_external_data=False).graph
     assert [value.name for value in graph.input] == ["input"]
     external = {
@@ -556,7 +558,7 @@ def test_weights_of_another_program_are_an_error(tmp_path, converter):
     for size in (2, 3):
         traceable = programs.Traceable(nn.Linear(4, size), (programs.Input("input", ("batch", 4)),))
         folder = tmp_path / f"{size}"
-        folders.append((folder / save(traceable, folder, converter).program).parent)
+        folders.append((folder / save(traceable, folder, converter)["paddle"].program).parent)
     with pytest.raises(ToMeExportError, match=r"2 tensors.*2 parameters"):
         converter.convert(folders[0] / "inference.json", folders[1] / "inference.pdiparams", "layer")
 
@@ -589,7 +591,7 @@ def test_the_converter_works_again_after_it_was_aborted(tmp_path):
         converter.convert(*files, "UNet")
     traceable = programs.Traceable(nn.Linear(4, 4), (programs.Input("input", ("batch", 4)),))
     with converter:
-        assert (tmp_path / save(traceable, tmp_path, converter).onnx).is_file()
+        assert (tmp_path / save(traceable, tmp_path, converter)["onnx"].program).is_file()
         process = converter._process
     assert process.poll() == 0
 
@@ -682,4 +684,4 @@ def test_state_that_paddle_leaves_behind_is_not_exported(tiny, tmp_path, convert
     monkeypatch.setattr(importlib.import_module("paddle.amp.auto_cast"), "_g_amp_state_", {"enable": False})
     decoder = programs.vae_decoder(tiny.vae)
     dims = {"latent_height": 4, "latent_width": 4}
-    assert (tmp_path / save(decoder, tmp_path, converter, dims).onnx).is_file()
+    assert (tmp_path / save(decoder, tmp_path, converter, dims)["onnx"].program).is_file()

@@ -35,7 +35,7 @@ def test_merging_follows_the_rules(method, request):
     folder = request.getfixturevalue("exported_folder" if method == "interlace" else "folder_of_pairs")
     manifest, channels = read_manifest(folder), CHANNELS
     for file in manifest.programs_of("unet"):
-        program = read_program(folder / file.program)
+        program = read_program(folder / file.files["paddle"].program)
         grid = Grid(*(side // manifest.vae_factor for side in file.size))
         # otherwise an index could look like an expanded one
         assert channels not in (grid.tokens, *lengths_of_indices(method, grid))

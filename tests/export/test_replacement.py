@@ -5,13 +5,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
 from ppdiffusers_tome import replacement
-from ppdiffusers_tome.replacement import TERMINATED, check_replaceable, earlier_folder, replacing, restore
+from ppdiffusers_tome.replacement import TERMINATED, check_replaceable, earlier_folder, replacing
 
 # Loads the module alone, which takes no time, and ends the process before its nth rename or while it writes.
 SCRIPT = """
@@ -69,8 +69,10 @@ def test_a_kill_between_the_steps(folder, renames, expected):
         assert process.wait(30) == -signal.SIGKILL
     assert len(names(folder)) == 2, "something is left behind"
     assert (earlier_folder(folder) is not None) == (not folder.exists()) == (renames == 1)
-    restore(folder)
-    assert content(folder) == expected
+    with suppress(KeyboardInterrupt), replacing(folder):
+        assert content(folder) == expected
+        raise KeyboardInterrupt
+    assert content(folder) == expected and names(folder) == ["out"]
     replace(folder, "newest")
     assert content(folder) == "newest" and names(folder) == ["out"]
 
@@ -163,11 +165,14 @@ def test_a_link_stays_and_a_new_folder_is_created(folder):
     assert content(folder.parent / "a" / "b") == "new"
 
 
-def test_what_restores_nothing(folder):
-    shutil.copytree(folder, folder.parent / ".out.replaced")
-    restore(folder)
-    restore(folder.parent / "a" / "b")
-    assert names(folder) == [".out.replaced", "out"]
+def test_an_earlier_folder_that_a_killed_process_has_left_needs_overwrite(folder):
+    aside = folder.rename(folder.parent / ".out.replaced")
+    check_replaceable(folder)
+    with pytest.raises(OSError, match=f"killed .*{aside}: rename it"):
+        check_replaceable(folder, overwrite=False)
+    assert names(folder) == [".out.replaced"], "a check changes nothing"
+    shutil.copytree(aside, folder)
+    check_replaceable(folder, overwrite=False)
     assert earlier_folder(folder) is None and earlier_folder(folder.parent / "a" / "b") is None
 
 

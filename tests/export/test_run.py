@@ -28,10 +28,11 @@ from zoo.parts import ONE_DEPTH, ONE_LEVEL, SDXL, controlnet, image, mask, sdxl,
 
 from ppdiffusers_tome import NoMergeableLayerError, ToMeConfigError, ToMeExportError
 from ppdiffusers_tome.families.schedules import as_numbers
-from ppdiffusers_tome.inference import PaddleRuntime, ProgramFile, choose_runtime, load_pipeline, read_manifest
+from ppdiffusers_tome.inference import PaddleRuntime, choose_runtime, load_pipeline, read_manifest
 from ppdiffusers_tome.methods.steps import PLAIN_STEPS
 from ppdiffusers_tome.run import paddle_runtime
 from ppdiffusers_tome.run.folder import ExportedFolder
+from ppdiffusers_tome.run.manifest import Files
 from ppdiffusers_tome.run.paddle_runtime import Predictor
 
 PADDLE2 = paddle.__version__.startswith("2.")
@@ -174,7 +175,7 @@ def test_controlnet_is_fused_with_the_unet(others, tmp_path):
         **stable_diffusion(unet=unet(**ONE_LEVEL), controlnet=controlnet(**ONE_LEVEL), **models)
     )
     manifest = export_linked(pipe, tmp_path / "out", 0.5, [(32, 32)], controlnet=0.25, linked=linked)
-    assert manifest.residuals == 3 and manifest.merging["0.5"][1]["ratio"] == 0.25
+    assert manifest.residuals == 3 and manifest.methods == {0.5: "interlace; ControlNet at ratio 0.25: interlace"}
     exported = load(tmp_path / "out")
     assert "ratio 0.5: interlace; ControlNet at ratio 0.25: interlace" in str(exported.tome_summary())
     for settings in (
@@ -454,9 +455,9 @@ def test_onednn_is_on_if_it_passed_the_export(exported_folder, monkeypatch):
     settings = []
 
     class Recording(Predictor):
-        def __init__(self, folder, file, runtime):
+        def __init__(self, folder, files, runtime):
             settings.append(runtime.onednn)
-            super().__init__(folder, file, runtime)
+            super().__init__(folder, files, runtime)
 
     monkeypatch.setattr(paddle_runtime, "Predictor", Recording)
     draw(load(exported_folder))
@@ -475,7 +476,7 @@ def test_onednn_is_off_if_it_failed_the_export(exported_folder, tmp_path):
     shutil.copytree(exported_folder, folder)
     manifest = json.loads((folder / "tome.json").read_text())
     for program in manifest["programs"]:
-        program["onednn_parity"]["batch 2"] = 0.01
+        program["files"]["paddle"]["onednn_parity"]["batch 2"] = 0.01
     (folder / "tome.json").write_text(json.dumps(manifest))
     with mock.patch.object(inference.Config, "enable_mkldnn", side_effect=AssertionError):
         draw(load(folder))
@@ -504,5 +505,4 @@ def test_memory_is_optimized_unless_it_fails(device, name, tmp_path, monkeypatch
 @pytest.mark.skipif(not PADDLE2, reason="about Paddle 2.6")
 def test_programs_of_paddle_3_are_rejected_by_paddle_2(tmp_path):
     with pytest.raises(ToMeExportError, match="exported by Paddle 3"):
-        file = ProgramFile("unet", program="inference.json", params="inference.pdiparams")
-        PaddleRuntime().load(ExportedFolder(tmp_path), file)
+        PaddleRuntime().load(ExportedFolder(tmp_path), Files("inference.json", "inference.pdiparams"))

@@ -149,7 +149,7 @@ def export_and_run(folder, monkeypatch):
 def test_export_and_run(folder, monkeypatch):
     """A second run uses the export of the first."""
     first, manifest = image_of(folder / "export_and_run.png", (32, 32)), folder / "build" / "exported" / "tome.json"
-    assert json.loads(manifest.read_text())["ratios"] == [0.75]
+    assert [merging["ratio"] for merging in json.loads(manifest.read_text())["merging"]] == [0.75]
     written = manifest.stat().st_mtime_ns
     export_and_run(folder, monkeypatch)
     assert np.array_equal(image_of(folder / "export_and_run.png", (32, 32)), first)

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import warnings
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import paddle
 import pytest
 from conftest import tiny_pipeline
+from exporting import LinkedProgram, write_program
 from markdown_text import ROOT, text_of
 from PIL import Image
 from ppdiffusers import StableDiffusionPipeline
@@ -22,7 +22,8 @@ from serving_support import until
 
 from ppdiffusers_tome.cli import _parser, main
 from ppdiffusers_tome.export import export as export_module
-from ppdiffusers_tome.export import tracing
+from ppdiffusers_tome.export.conversion import Converter
+from ppdiffusers_tome.export.tracing import TracedProgram
 
 PAGES = ("README.md", "docs/usage.md", "docs/export.md", "docs/serve.md")
 SMALL = {"256": "32", "512": "32", "1024": "64"}  # px, because the model is tiny
@@ -156,30 +157,23 @@ class Reader:
 
 @pytest.fixture
 def traced_once(monkeypatch, tmp_path):
-    """A program of the same size and ratio is traced once, and copied into the exports that have it too.
+    """A program of a text encoder or VAE is traced once, and copied into the exports that have it too.
 
-    Not a UNet as ONNX: others are made from it by the names of its weights, which are others each time it is loaded.
+    Not a UNet: others are made from it by the names of its weights, which are others each time it is loaded.
     """
     traced = {}
 
-    def save(traceable, planned, folder, target, *others, **options):
-        key = planned.place, others[-1] is None, *options.items()  # others: the converter
-        if planned.model == "unet" and others[-1] is not None:
-            return tracing.save(traceable, planned, folder, target, *others, **options)
-        if key not in traced:
-            file, copy = (
-                tracing.save(traceable, planned, folder, target, *others, **options),
-                tmp_path / "traced" / str(len(traced)),
-            )
-            shutil.copytree(folder / target, copy)
-            traced[key] = file, copy
-            return file
-        file, copy = traced[key]
-        shutil.copytree(copy, folder / target)
-        names = {name: getattr(file, name) for name in ("program", "params", "onnx")}
-        return replace(file, **{name: path and f"{target}/{Path(path).name}" for name, path in names.items()})
+    def trace(traceable, planned, folder, target, dims, threads):
+        if planned.model == "unet":
+            return TracedProgram(traceable, planned, folder, target, dims, threads)
+        if planned.place not in traced:
+            root = tmp_path / "traced" / planned.name
+            traced[planned.place] = root, write_program(traceable, planned, root, "program", dims, converter)
+        return LinkedProgram(*traced[planned.place], folder, target)
 
-    monkeypatch.setattr(export_module, "save", save)
+    monkeypatch.setattr(export_module, "TracedProgram", trace)
+    with Converter() as converter:
+        yield
 
 
 @pytest.fixture

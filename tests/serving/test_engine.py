@@ -268,7 +268,7 @@ def test_call_stops_at_the_next_step(engine, steps):
 def damaged_folder(exported_folder, tmp_path):
     """The export with one NaN in the decoder's weights."""
     folder = shutil.copytree(exported_folder, tmp_path / "damaged")
-    (params,) = {program.params for program in read_manifest(folder).programs_of("vae_decoder")}
+    (params,) = {program.files["paddle"].weights for program in read_manifest(folder).programs_of("vae_decoder")}
     with (folder / params).open("r+b") as file:
         file.seek(-4, os.SEEK_END)
         file.write(np.float32("nan").tobytes())

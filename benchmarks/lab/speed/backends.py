@@ -6,7 +6,6 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ from ppdiffusers.models.attention_processor import Attention, AttnProcessor, Sli
 from ppdiffusers_tome.attach.attach import attach, detach
 from ppdiffusers_tome.export.conversion import Converter
 from ppdiffusers_tome.export.export import share_weights
-from ppdiffusers_tome.export.tracing import save
+from ppdiffusers_tome.export.tracing import TracedProgram
 from ppdiffusers_tome.files import write_file
-from ppdiffusers_tome.inference import ProgramFile, Size, choose_runtime
+from ppdiffusers_tome.inference import Size, choose_runtime
 from ppdiffusers_tome.run.folder import ONNX_WEIGHTS, ExportedFolder
 from ppdiffusers_tome.run.formats import RUNTIME_FORMATS
-from ppdiffusers_tome.run.manifest import PlannedProgram
+from ppdiffusers_tome.run.manifest import Files, PlannedProgram
 from ppdiffusers_tome.run.onnx_weights import SharedWeights
 
 from ..arm import BUILT_IN, Arm
@@ -133,9 +132,9 @@ class ProgramBackend(Backend):
     def prepared(self, arm: Arm) -> Iterator[Run]:
         run = self._loaded.get(arm)
         if run is None:
-            file = self._export(arm)
+            files = self._export(arm)
             before = current_bytes()
-            program = self._runtime.load(ExportedFolder(self.programs), file)
+            program = self._runtime.load(ExportedFolder(self.programs), files)
             run = loaded = lambda: program(**self.workload.inputs)[0]
             peak = peak_bytes(loaded)  # the first pass of a program prepares its kernels
             self._peaks[arm] = None if peak is None else peak - before  # the weights are the program's own
@@ -154,33 +153,37 @@ class ProgramBackend(Backend):
         if self._converter:
             self._converter.close()
 
-    def _export(self, arm: Arm) -> ProgramFile:
+    def _export(self, arm: Arm) -> Files:
         """The program of an arm, which is traced unless it is cached."""
         workload, size = self.workload, self.workload.case.size
         key = program_key(size, arm.by, arm.config, self._format)
-        file = self._cache.load_program(key)
-        if file is None:
+        files = self._cache.load_files(key)
+        if files is None:
             shutil.rmtree(self.programs / key, ignore_errors=True)  # of a process that ended while it wrote
             traceable = workload.traceable()
             self.attach(getattr(traceable.layer, "unet", traceable.layer), arm)
             planned = PlannedProgram("unet", Size(size, size), arm.ratio)
-            file = save(traceable, planned, self.programs, key, workload.dims, self.threads, self._converter)
-            file = self._share_weights(file, key)
-            self._cache.store_program(file, key)
-        return file
+            traced = TracedProgram(traceable, planned, self.programs, key, workload.dims, self.threads)
+            files = self._in_paddle(traced) if self._converter is None else self._as_onnx(traced, key, self._converter)
+            self._cache.store_files(files, key)
+        return files
 
-    def _share_weights(self, file: ProgramFile, key: str) -> ProgramFile:
-        """The program with weights that are on the disk once for all arms."""
-        if file.onnx is None:
-            own = self.programs / file.paddle_files[1]
-            params = share_weights(own, [path for path in self.programs.glob("*/*.pdiparams") if path != own])
-            if params != own:
-                os.link(params, own)
-            return file
+    def _in_paddle(self, traced: TracedProgram) -> Files:
+        """A program in Paddle's format, whose weights are on the disk once for all arms."""
+        parities = traced.compare_in_paddle()
+        own = self.programs / traced.files.weights
+        params = share_weights(own, [path for path in self.programs.glob("*/*.pdiparams") if path != own])
+        if params != own:
+            os.link(params, own)
+        return Files(*traced.files.paths, *parities)
+
+    def _as_onnx(self, traced: TracedProgram, key: str, converter: Converter) -> Files:
+        """The program as ONNX, whose weights are on the disk once for all arms."""
         index = self.programs / "weights.json"
         places = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else {}
-        weights = SharedWeights(self.programs / f"shared{ONNX_WEIGHTS}", places)
-        weights.move(self.programs / file.onnx, self.programs / f"{key}.onnx")
+        weights, path = SharedWeights(self.programs / f"shared{ONNX_WEIGHTS}", places), self.programs / f"{key}.onnx"
+        weights.move(traced.convert(converter), path)
+        parity = traced.compare_in_onnx_runtime(path)
         write_file(index, json.dumps(weights.places))
         shutil.rmtree(self.programs / key)
-        return replace(file, program=None, params=None, onnx=f"{key}.onnx")
+        return Files(path.name, weights.path.name, parity)

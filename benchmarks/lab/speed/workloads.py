@@ -34,7 +34,7 @@ class Workload:
         return self.denoiser(*positional, added_cond_kwargs=others or None, return_dict=False)[0]
 
     def traceable(self) -> Traceable:
-        """A copy of the denoiser for `export.tracing.save`; it may be changed."""
+        """A copy of the denoiser for `export.tracing.TracedProgram`; it may be changed."""
         return denoiser(self.denoiser, None)
 
     def set_inputs(self, seed: int) -> None:
