@@ -15,7 +15,7 @@ import ppdiffusers
 from ppdiffusers import DiffusionPipeline
 
 from .._version import __version__
-from ..attach.attach import attach, detach
+from ..attach.attach import detach
 from ..config import ToMeConfig
 from ..families.models import text_tokens, vae_factor
 from ..replacement import replacing
@@ -39,7 +39,17 @@ from . import programs
 from .comparison import Comparison
 from .conversion import Converter
 from .diffusers_layout import check_loadable, write_layout
-from .exportable import applied_merging, check_pipeline, controlnet_of, is_xl, sizes_for, text_encoders
+from .exportable import (
+    applied_merging,
+    check_pipeline,
+    controlnet_of,
+    is_xl,
+    library_of,
+    needs_encoder,
+    sizes_for,
+    text_encoders,
+)
+from .image_check import compare_images
 from .layouts import DiffusersLayout, Layout, choose_layout
 from .programs import Traceable, count_residuals
 from .request import DenoiserMerging, ExportRequest, list_merging, list_sizes, make_configs
@@ -64,14 +74,15 @@ def export_pipeline(
     runtime: str | None = None,
     overwrite: bool = False,
     progress: bool = True,
+    image_check: bool = True,
     **settings: Any,
 ) -> Manifest:
     """Write a pipeline's models, with token merging, as programs; the pipeline is not changed.
 
     With Paddle programs, the folder has the layout that ppdiffusers' `PaddleInfer…Pipeline` classes read (they use the
     first size and ratio). `tome.json` describes it. Batch and text length are dynamic. Each program is loaded, and
-    compared with eager on random inputs and two batch sizes. Random dst are chosen once, by `seed`, and are part of
-    the program: the same as in eager with that seed.
+    compared with eager on random inputs and two batch sizes; then images of two steps are compared with those of the
+    pipeline. Random dst are chosen once, by `seed`, and are part of the program: the same as in eager with that seed.
 
     After any error the folder is unchanged. After a kill it is complete, the earlier or the new one, or the error of
     the next reader says where the earlier one is: see `replacement.replacing`.
@@ -94,6 +105,8 @@ def export_pipeline(
             runs them too) or "onnxruntime" (faster there; OpenVINO cannot load them).
         overwrite: replace an earlier export in folder, once the new one is complete.
         progress: print a line to stderr before each program is written, which takes seconds to minutes.
+        image_check: whether to compare images of two steps with those of the pipeline in eager mode, which takes as
+            long as the pipeline needs for them. Not in the layout "diffusers", whose folder another library loads.
         settings: as in `apply_tome`: method, max_downsample, sx, sy, use_rand, seed, merge_attn, merge_crossattn,
             merge_mlp, min_tokens, merge_steps.
 
@@ -104,8 +117,8 @@ def export_pipeline(
     Raises:
         ToMeConfigError: an argument is not allowed.
         NoMergeableLayerError: there is nothing to merge with these settings.
-        ToMeExportError: this pipeline or this Paddle cannot be exported, or a program differs from the model by more
-            than 1e-5 of its largest output.
+        ToMeExportError: this pipeline or this Paddle cannot be exported, a program differs from the model by more
+            than 1e-5 of its largest output, or an image from the pipeline's by more than 0.02 of 1.
         OSError: the files cannot be written, or another process has written the folder in the meantime.
 
     Example:
@@ -120,19 +133,20 @@ def export_pipeline(
         image_to_image=image_to_image,
         overwrite=overwrite,
         progress=progress,
+        image_check=image_check,
     )
     return write_export(pipe, request)
 
 
 def write_export(pipe: DiffusionPipeline, request: ExportRequest) -> Manifest:
     """Write the export that is requested of a pipeline: see `export_pipeline`, which has the same errors."""
-    check_pipeline(pipe)
+    check_pipeline(pipe, request.image_to_image)
     layout = request.layout
     if isinstance(layout, DiffusersLayout):
         check_loadable(pipe, layout)
     merging = request.merging or (applied_merging(pipe),)
     sizes = sizes_for(pipe, request.sizes)
-    image_to_image = request.image_to_image or READERS[type(pipe).__name__][0] is None
+    image_to_image = needs_encoder(pipe, request.image_to_image)
     planned = list_programs(sizes, [one.ratio for one in merging], text_encoders(pipe), image_to_image)
     with replacing(request.folder, request.overwrite) as partial, Converter() as converter:
         export = partial / "export" if isinstance(layout, DiffusersLayout) else partial
@@ -151,7 +165,26 @@ def write_export(pipe: DiffusionPipeline, request: ExportRequest) -> Manifest:
             shutil.rmtree(export)
         else:
             manifest.save(partial)
+            if request.image_check:
+                _check_images(pipe, partial, manifest, merging, request.progress)
     return manifest
+
+
+def _check_images(
+    pipe: DiffusionPipeline,
+    folder: Path,
+    manifest: Manifest,
+    merging: Sequence[DenoiserMerging],
+    progress: bool,
+) -> None:
+    _report(progress, "comparing images of two steps with the pipeline's …")
+    difference = compare_images(pipe, folder, manifest, merging)
+    _report(progress, f"they differ by {difference:.2g} of 1 at most")
+
+
+def _report(progress: bool, line: str) -> None:
+    if progress:
+        print(line, file=sys.stderr, flush=True)
 
 
 def _describe_pipeline(pipe: DiffusionPipeline, merging: Sequence[DenoiserMerging]) -> dict[str, Any]:
@@ -209,7 +242,7 @@ class _Writer:
     def write(self) -> tuple[ProgramFile, ...]:
         """Write all programs."""
         for number, planned in enumerate(self._planned.values(), 1):
-            self._report(f"exporting {planned.label} ({number} of {len(self._planned)}) …")
+            _report(self._progress, f"exporting {planned.label} ({number} of {len(self._planned)}) …")
             is_edit = self._is_edit(planned)
             if not is_edit or "paddle" in self._formats:
                 self._trace(planned)
@@ -219,10 +252,6 @@ class _Writer:
         for planned in self._written.keys() - set(self._planned.values()):
             (self._folder / self._written[planned].onnx_files[0]).unlink()  # plain, and only others were made from it
         return tuple(self._written[planned] for planned in self._planned.values())
-
-    def _report(self, line: str) -> None:
-        if self._progress:
-            print(line, file=sys.stderr, flush=True)
 
     def _is_edit(self, planned: PlannedProgram) -> bool:
         """Whether the ONNX program is made from the plain one: keys are left out, and nothing else merges."""
@@ -265,7 +294,7 @@ class _Writer:
             if planned.size == size and self._is_edit(planned):
                 from .onnx_merging import merging_blocks  # here, because onnx is optional
 
-                _attach(traceable.layer, *self._configs(planned))
+                programs.attach_merging(traceable.layer, *self._configs(planned))
                 with on_cpu():
                     comparison = Comparison(traceable, dims)
                 self._edits[size, planned.ratio] = _Edit(comparison, merging_blocks(traceable.layer))
@@ -286,7 +315,7 @@ class _Writer:
         self._weights[planned.model].write(model, path)
         differences = edit.comparison.first_differences
         parity = compare_in_onnx_runtime(path, planned.label, PaddleRuntime().cores(), lambda run, _: differences(run))
-        self._report("merging in " + ", ".join(block.name for block in edit.blocks))
+        _report(self._progress, "merging in " + ", ".join(block.name for block in edit.blocks))
         file = self._written.get(planned) or ProgramFile(planned.model, planned.size, planned.ratio, onnx=place)
         self._written[planned] = replace(file, onnx=place, onnx_parity=parity)
 
@@ -307,7 +336,7 @@ class _Writer:
         time_ids = 5 if pipe.config.get("requires_aesthetics_score") else 6  # of SDXL, which then has no target size
         traceable = programs.denoiser(pipe.unet, controlnet_of(pipe), time_ids)
         detach(traceable.layer)  # the wraps of the originals, which were copied too
-        _attach(traceable.layer, *self._configs(planned))
+        programs.attach_merging(traceable.layer, *self._configs(planned))
         return traceable
 
     def _share_params(self, file: ProgramFile) -> ProgramFile:
@@ -335,14 +364,6 @@ class _Edit:
 
     comparison: Comparison
     blocks: "list[MergingBlock]"
-
-
-def _attach(denoiser: Any, unet: ToMeConfig | None, controlnet: ToMeConfig | None) -> None:
-    """Let a `programs.Denoiser` merge by the configs of its models; None: plain, or there is no ControlNet."""
-    if unet is not None:
-        attach(denoiser.unet, unet, None)
-    if controlnet is not None and denoiser.controlnet is not None:
-        attach(denoiser.controlnet, controlnet, controlnet)
 
 
 def _onnx_path(planned: PlannedProgram) -> str:
@@ -383,13 +404,15 @@ def _model_index(pipe: DiffusionPipeline, folder: Path, reader: str) -> dict[str
     index = {"_class_name": reader, "_ppdiffusers_version": ppdiffusers.__version__}
     for name, parameter in inspect.signature(getattr(ppdiffusers, reader)).parameters.items():
         if name in COPIED and vars(pipe).get(name) is not None:
-            index[name] = list(pipe.config[name])
+            index[name] = [library_of(name, getattr(pipe, name)), type(getattr(pipe, name)).__name__]
         elif name == "requires_safety_checker":
             index[name] = False
         elif isinstance(parameter.default, bool):
             index[name] = pipe.config.get(name, parameter.default)
         else:
             index[name] = RUNTIME_MODEL if (folder / name).is_dir() else [None, None]
+    if vars(pipe).get("watermark", True) is None:  # SDXL's pipelines add one by default where the package is installed
+        index["add_watermarker"] = False
     return index
 
 
