@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -430,18 +430,27 @@ def joint_time(shape: str, way: str) -> str:
     return f"{seconds[way] / seconds['without']:.2f}×"
 
 
+def row_of_export(result: str, words: Iterable[str]) -> dict[str, Any]:
+    """The figures of the export in RESULT.json whose name begins with these words."""
+    exports = read(result)["exports"]
+    (row,) = [row for name, row in exports.items() if name.replace("`", "").startswith(" ".join(words))]
+    return row
+
+
 def export_cost(*words: str) -> list[str]:
-    """Of an export whose name begins with these words: seconds and GB of its UNets, before and now, and GB in all."""
-    (row,) = [
-        row
-        for name, row in read("export_cost")["exports"].items()
-        if name.replace("`", "").startswith(" ".join(words))
-    ]
+    """Seconds of an export and GB of its UNets, before and now, and GB in all."""
+    row = row_of_export("export_cost", words)
     return [
         *(f"{row[code]['seconds']:.0f}" for code in ("before", "after")),
         *(f"{row[code]['unet_peak_bytes'] / 1e9:.1f}" for code in ("before", "after")),
         f"{row['after']['peak_bytes'] / 1e9:.1f}",
     ]
+
+
+def image_check(*words: str) -> list[str]:
+    """Seconds of an export that compares images, those of the comparison, and GB in all."""
+    row = row_of_export("image_check", words)
+    return [f"{row['seconds']:.0f}", f"{row['image_check_seconds']:.0f}", f"{row['peak_bytes'] / 1e9:.1f}"]
 
 
 def arm_of(images: str, name: str) -> dict[str, Any]:
@@ -471,6 +480,7 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
     "gpu_row": gpu_row,
     "loader": loader,
     "export_cost": export_cost,
+    "image_check": image_check,
     "joint": joint,
     "joint_time": joint_time,
     "gpu_gain": gpu_gain,

@@ -1,14 +1,16 @@
-"""Time and memory of exports: how much a further ratio costs.
+"""Time and memory of exports: how much a further ratio and the check of whole images cost.
 
     python benchmarks/export_cost.py measure before --source ../earlier
     python benchmarks/export_cost.py measure after
+    python benchmarks/export_cost.py images
     python benchmarks/export_cost.py report
 
 `measure` runs `python -m ppdiffusers_tome export` of a checkout for each of `EXPORTS`, one after another, and adds the
 figures to the result. Memory is the PSS of the command and its processes, every fifth of a second; its largest value
-counts. `measure --unet` ends each export when its UNets are written, and adds the peak of their memory, which does not
-depend on what else the machine does. Stable Diffusion 1.5 has random weights, and is written to build/ first (4 GB).
-`report` prints the table.
+counts, and images are not compared. `measure --unet` ends each export when its UNets are written, and adds the peak of
+their memory, which does not depend on what else the machine does. `images` measures exports that compare images, and
+how much of their time that takes. Stable Diffusion 1.5 has random weights, and is written to build/ first (4 GB).
+`report` prints the table of `measure`.
 """
 
 import argparse
@@ -29,12 +31,17 @@ from ppdiffusers_tome.comparison.results import write_result
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "export_cost.json"
+IMAGE_CHECK = RESULT.with_name("image_check.json")
 SD15 = ROOT / "build" / "sd15_random"
 EXPORTS = {  # by what stands in the table
     "`scenes_sd`, one ratio": ["--model", "examples/scenes_sd", "--ratio", "0.75"],
     "`scenes_sd`, three ratios": ["--model", "examples/scenes_sd", "--ratio", "0.75", "0.5", "0"],
     "`scenes_sd`, four ratios": ["--model", "examples/scenes_sd", "--ratio", "0.75", "0.5", "0.875", "0"],
     "Stable Diffusion 1.5 at 512 px, two ratios": ["--model", str(SD15), "--size", "512", "--ratio", "0.75", "0"],
+}
+EXPORTS_WITH_IMAGES = {
+    "`scenes_sd`, two ratios, `--img2img`": ["--model", "examples/scenes_sd", "--ratio", "0.75", "0", "--img2img"],
+    **{name: arguments for name, arguments in EXPORTS.items() if str(SD15) in arguments},
 }
 
 
@@ -55,15 +62,21 @@ def build_sd15(folder: Path) -> None:
 
 
 def measure(arguments: list[str], source: Path, is_unet: bool) -> dict[str, float]:
-    """Seconds and peak bytes of an export by the code of a checkout, or the peak of its UNets."""
+    """Seconds and peak bytes of an export by the code of a checkout, or the peak of its UNets.
+
+    If it compares images, also the seconds from then on, in which it does little else.
+    """
     with tempfile.TemporaryDirectory(dir=ROOT / "build") as scratch, open(f"{scratch}/log", "w+") as log:
         command = [sys.executable, "-m", "ppdiffusers_tome", "export", *arguments, "--output", f"{scratch}/export"]
-        start, peak = time.perf_counter(), 0
+        start, peak, compares = time.perf_counter(), 0, None
         process = psutil.Popen(command, cwd=source, stderr=log, env={**os.environ, "PYTHONPATH": str(source)})
         while process.poll() is None:
             peak = max(peak, proportional_bytes(process))
             time.sleep(0.2)
-            if is_unet and "exporting text_encoder" in Path(log.name).read_text(errors="replace"):
+            lines = Path(log.name).read_text(errors="replace")
+            if compares is None and "comparing images" in lines:
+                compares = time.perf_counter()
+            if is_unet and "exporting text_encoder" in lines:
                 process.terminate()
                 process.wait()
                 return {"unet_peak_bytes": peak}
@@ -71,7 +84,8 @@ def measure(arguments: list[str], source: Path, is_unet: bool) -> dict[str, floa
         if process.returncode:
             text = Path(log.name).read_text(errors="replace")
             raise subprocess.CalledProcessError(process.returncode, command, text)
-    return {"seconds": seconds, "peak_bytes": peak}
+    of_images = {} if compares is None else {"image_check_seconds": start + seconds - compares}
+    return {"seconds": seconds, **of_images, "peak_bytes": peak}
 
 
 def proportional_bytes(process: psutil.Process) -> int:
@@ -105,6 +119,8 @@ def main() -> None:
     one.add_argument("--source", type=Path, default=ROOT, help="the checkout (default: this one)")
     one.add_argument("--only", nargs="+", choices=EXPORTS, default=[*EXPORTS], help="default: all")
     one.add_argument("--unet", action="store_true", help="the peak of memory until all UNets are written")
+    images = modes.add_parser("images")
+    images.add_argument("--only", nargs="+", choices=EXPORTS_WITH_IMAGES, default=[*EXPORTS_WITH_IMAGES])
     modes.add_parser("report")
     options = parser.parse_args()
     earlier = read_json(RESULT) if RESULT.is_file() else {"exports": {}}
@@ -112,11 +128,22 @@ def main() -> None:
         return print(report(earlier))
     if not SD15.is_dir():
         build_sd15(SD15)
+    if options.mode == "images":
+        measured = read_json(IMAGE_CHECK)["exports"] if IMAGE_CHECK.is_file() else {}
+        for name in options.only:
+            measured[name] = measure(EXPORTS_WITH_IMAGES[name], ROOT, is_unet=False)
+            print(name, measured[name], flush=True)
+            write_result(
+                IMAGE_CHECK, make_result("image_check", "python benchmarks/export_cost.py images", exports=measured)
+            )
+        return None
     source = options.source.resolve()
+    # The code of before compares no images.
+    without = [] if options.code == "before" else ["--no-image-check"]
     exports: dict[str, Any] = {name: dict(earlier["exports"].get(name, {})) for name in EXPORTS}
     for name in options.only:
         commit = subprocess.check_output(["git", "-C", str(source), "rev-parse", "HEAD"], text=True).strip()
-        figures = {**measure(EXPORTS[name], source, options.unet), "commit": commit}
+        figures = {**measure([*EXPORTS[name], *without], source, options.unet), "commit": commit}
         exports[name][options.code] = exports[name].get(options.code, {}) | figures
         print(name, exports[name][options.code], flush=True)
         write_result(RESULT, make_result("export_cost", "python benchmarks/export_cost.py measure", exports=exports))

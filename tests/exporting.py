@@ -95,11 +95,12 @@ def linking(linked, formats):
         yield
 
 
-def export_linked(pipe, folder, ratios=None, sizes=None, *, linked=(), format="paddle", **options):
-    """`export_pipeline`, by default for Paddle Inference, `linking` programs of others."""
+def export_linked(pipe, folder, ratios=None, sizes=None, *, linked=(), format="paddle", image_check=False, **options):
+    """`export_pipeline`, `linking` programs of others; by default for Paddle Inference, and no images are compared."""
     formats = EXPORT_FORMATS.get(format, EXPORT_FORMATS["onnx"])  # OpenVINO's files are made from ONNX programs
+    options |= {"format": format, "image_check": image_check, "progress": False}
     with linking(linked, formats):
-        return export_pipeline(pipe, folder, ratios, sizes, format=format, progress=False, **options)
+        return export_pipeline(pipe, folder, ratios, sizes, **options)
 
 
 def programs_of(folder):

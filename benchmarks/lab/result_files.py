@@ -13,6 +13,7 @@ FORMATS = {
     "experiments": 1,
     "rehearsal": 1,
     "export_cost": 1,
+    "image_check": 1,
     "joint_attention": 1,
     "gain_rule": 1,
 }  # the current format of each kind

@@ -53,6 +53,12 @@ def add(commands: argparse._SubParsersAction) -> None:
         help=f"with --layout diffusers, which runtime the ONNX models suit (default: {RUNTIMES[0]}, for both)",
     )
     option("--overwrite", action="store_true", help="replace an earlier export")
+    option(
+        "--no-image-check",
+        dest="image_check",
+        action="store_false",
+        help="do not compare images of two steps with those of the model, which takes as long as it needs for them",
+    )
     add_merge_options(export, "how to merge", is_single=True)
     add_removed_options(export)
     export.set_defaults(run=_export)
@@ -91,6 +97,7 @@ def _request(options: argparse.Namespace, configs: Sequence[ToMeConfig]) -> "Exp
         layout=choose_layout(options.layout, options.format, options.runtime),
         image_to_image=options.img2img,
         overwrite=options.overwrite,
+        image_check=options.image_check,
     )
 
 

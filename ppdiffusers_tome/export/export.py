@@ -27,7 +27,18 @@ from ..run.sizes import Size
 from . import programs
 from .conversion import Converter
 from .diffusers_layout import check_loadable, write_layout
-from .exportable import READERS, applied_merging, check_pipeline, controlnet_of, is_xl, sizes_for, text_encoders
+from .exportable import (
+    READERS,
+    applied_merging,
+    check_pipeline,
+    controlnet_of,
+    is_xl,
+    library_of,
+    needs_encoder,
+    sizes_for,
+    text_encoders,
+)
+from .image_check import compare_images
 from .layouts import DiffusersLayout, Layout, choose_layout
 from .programs import Traceable, count_residuals
 from .request import DenoiserMerging, ExportRequest, list_merging, list_sizes, make_configs
@@ -52,14 +63,15 @@ def export_pipeline(
     runtime: str | None = None,
     overwrite: bool = False,
     progress: bool = True,
+    image_check: bool = True,
     **settings: Any,
 ) -> Manifest:
     """Write a pipeline's models, with token merging, as programs; the pipeline is not changed.
 
     With Paddle programs, the folder has the layout that ppdiffusers' `PaddleInfer…Pipeline` classes read (they use the
     first size and ratio). `tome.json` describes it. Batch and text length are dynamic. Each program is loaded, and
-    compared with eager on random inputs and two batch sizes. Random dst are chosen once, by `seed`, and are part of
-    the program: the same as in eager with that seed.
+    compared with eager on random inputs and two batch sizes; then images of two steps are compared with those of the
+    pipeline. Random dst are chosen once, by `seed`, and are part of the program: the same as in eager with that seed.
 
     After any error the folder is unchanged. After a kill it is complete, the earlier or the new one, or the error of
     the next reader says where the earlier one is: see `replacement.replacing`.
@@ -82,6 +94,8 @@ def export_pipeline(
             runs them too) or "onnxruntime" (faster there; OpenVINO cannot load them).
         overwrite: replace an earlier export in folder, once the new one is complete.
         progress: print a line to stderr before each program is written, which takes seconds to minutes.
+        image_check: whether to compare images of two steps with those of the pipeline in eager mode, which takes as
+            long as the pipeline needs for them. Not in the layout "diffusers", whose folder another library loads.
         settings: as in `apply_tome`: method, max_downsample, sx, sy, use_rand, seed, merge_attn, merge_crossattn,
             merge_mlp, min_tokens, merge_steps.
 
@@ -92,8 +106,8 @@ def export_pipeline(
     Raises:
         ToMeConfigError: an argument is not allowed.
         NoMergeableLayerError: there is nothing to merge with these settings.
-        ToMeExportError: this pipeline or this Paddle cannot be exported, or a program differs from the model by more
-            than 1e-5 of its largest output.
+        ToMeExportError: this pipeline or this Paddle cannot be exported, a program differs from the model by more
+            than 1e-5 of its largest output, or an image from the pipeline's by more than 0.02 of 1.
         OSError: the files cannot be written, or another process has written the folder in the meantime.
 
     Example:
@@ -108,19 +122,20 @@ def export_pipeline(
         image_to_image=image_to_image,
         overwrite=overwrite,
         progress=progress,
+        image_check=image_check,
     )
     return write_export(pipe, request)
 
 
 def write_export(pipe: DiffusionPipeline, request: ExportRequest) -> Manifest:
     """Write the export that is requested of a pipeline: see `export_pipeline`, which has the same errors."""
-    check_pipeline(pipe)
+    check_pipeline(pipe, request.image_to_image)
     layout = request.layout
     if isinstance(layout, DiffusersLayout):
         check_loadable(pipe, layout)
     merging = request.merging or (applied_merging(pipe),)
     sizes = sizes_for(pipe, request.sizes)
-    image_to_image = request.image_to_image or READERS[type(pipe).__name__][0] is None
+    image_to_image = needs_encoder(pipe, request.image_to_image)
     models = other_models(text_encoders(pipe), image_to_image)
     with replacing(request.folder, request.overwrite) as partial, Converter() as converter:
         export = partial / "export" if isinstance(layout, DiffusersLayout) else partial
@@ -139,7 +154,26 @@ def write_export(pipe: DiffusionPipeline, request: ExportRequest) -> Manifest:
             shutil.rmtree(export)
         else:
             manifest.save(partial)
+            if request.image_check:
+                _check_images(pipe, partial, manifest, merging, request.progress)
     return manifest
+
+
+def _check_images(
+    pipe: DiffusionPipeline,
+    folder: Path,
+    manifest: Manifest,
+    merging: Sequence[DenoiserMerging],
+    progress: bool,
+) -> None:
+    _report(progress, "comparing images of two steps with the pipeline's …")
+    difference = compare_images(pipe, folder, manifest, merging)
+    _report(progress, f"they differ by {difference:.2g} of 1 at most")
+
+
+def _report(progress: bool, line: str) -> None:
+    if progress:
+        print(line, file=sys.stderr, flush=True)
 
 
 def _describe_pipeline(pipe: DiffusionPipeline, merging: Sequence[DenoiserMerging]) -> dict[str, Any]:
@@ -199,11 +233,7 @@ class _Writer:
     def _begin(self, planned: PlannedProgram) -> None:
         self._begun += 1
         total = len(self._sizes) * len(self._merging) + len(self._models)
-        self._report(f"exporting {planned.label} ({self._begun} of {total}) …")
-
-    def _report(self, line: str) -> None:
-        if self._progress:
-            print(line, file=sys.stderr, flush=True)
+        _report(self._progress, f"exporting {planned.label} ({self._begun} of {total}) …")
 
     def _write_unets(self, size: Size) -> list[ProgramFile]:
         """Write the UNet's programs of a size. As ONNX, those that only leave out keys are made from the plain one."""
@@ -257,7 +287,7 @@ class _Writer:
         edit.write(self._folder / _onnx_place(plain), path, weights)
         differences = edit.comparison.first_differences
         parity = compare_in_onnx_runtime(path, planned.label, PaddleRuntime().cores(), lambda run, _: differences(run))
-        self._report("merging in " + ", ".join(block.name for block in edit.blocks))
+        _report(self._progress, "merging in " + ", ".join(block.name for block in edit.blocks))
         return Files(_onnx_place(planned), self._place(weights.path), parity)
 
     def _write_model(self, model: str) -> ProgramFile:
@@ -303,7 +333,7 @@ class _Writer:
         pipe = self._pipe
         time_ids = 5 if pipe.config.get("requires_aesthetics_score") else 6  # of SDXL, which then has no target size
         traceable = programs.denoiser(pipe.unet, controlnet_of(pipe), time_ids)
-        traceable.layer.merge_by(*merging.configs)  # in place of what merges in the originals, which were copied
+        programs.merge_by(traceable.layer, *merging.configs)  # in place of what merges in the originals
         return traceable
 
     def _share_params(self, model: str, params: Path) -> Path:
@@ -369,13 +399,15 @@ def _model_index(pipe: DiffusionPipeline, folder: Path, reader: str) -> dict[str
     index = {"_class_name": reader, "_ppdiffusers_version": ppdiffusers.__version__}
     for name, parameter in inspect.signature(getattr(ppdiffusers, reader)).parameters.items():
         if name in COPIED and vars(pipe).get(name) is not None:
-            index[name] = list(pipe.config[name])
+            index[name] = [library_of(name, getattr(pipe, name)), type(getattr(pipe, name)).__name__]
         elif name == "requires_safety_checker":
             index[name] = False
         elif isinstance(parameter.default, bool):
             index[name] = pipe.config.get(name, parameter.default)
         else:
             index[name] = RUNTIME_MODEL if (folder / name).is_dir() else [None, None]
+    if vars(pipe).get("watermark", True) is None:  # SDXL's pipelines add one by default where the package is installed
+        index["add_watermarker"] = False
     return index
 
 

@@ -1,9 +1,25 @@
-"""Which pipelines can be exported, and what an export takes from them where the request leaves it open."""
+"""Which pipelines can be exported, and what an export takes from them where the request leaves it open.
 
+An export stands for a pipeline: what the pipeline does because of the class or the config of a component is the same
+with programs in its place. `STANDS_FOR` has the classes and configs of which this is true; all others are refused.
+"""
+
+import importlib
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+import ppdiffusers
 from paddle import nn
-from ppdiffusers import ControlNetModel, DiffusionPipeline
+from ppdiffusers import (
+    AutoencoderKL,
+    AutoencoderTiny,
+    ControlNetModel,
+    DiffusionPipeline,
+    UNet2DConditionModel,
+)
+from ppdiffusers.transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from ..attach.attach import config_of
 from ..errors import ToMeConfigError, ToMeExportError
@@ -11,10 +27,13 @@ from ..families.grids import latent_grid
 from ..families.pipelines import vae_factor
 from ..run.manifest import TEXT_ENCODERS
 from ..run.models import ExportedUNet
+from ..run.pipeline import COPIED
 from ..run.sizes import Size
 from .request import STEP, DenoiserMerging, check_multiple
 
 NEEDED = ("unet", "vae", "scheduler", *TEXT_ENCODERS, "tokenizer", "tokenizer_2", "controlnet")  # components
+LIBRARIES = ("ppdiffusers", "ppdiffusers.transformers", "paddlenlp.transformers")  # of components that are not models
+EAGER = "Run the pipeline in eager mode with apply_tome()."
 # ppdiffusers' class that reads the folder of a pipeline, without and with a VAE encoder
 READERS: dict[str, tuple[str | None, str]] = {
     "StableDiffusionPipeline": ("PaddleInferStableDiffusionPipeline", "PaddleInferStableDiffusionMegaPipeline"),
@@ -26,14 +45,113 @@ READERS: dict[str, tuple[str | None, str]] = {
 }
 
 
-def check_pipeline(pipe: DiffusionPipeline) -> None:
-    """Raise ToMeExportError unless a pipeline can be exported."""
-    class_name = type(pipe).__name__
-    if class_name not in READERS:
+@dataclass(frozen=True)
+class Replaceable:
+    """The models that a program can stand for.
+
+    Args:
+        component: the model's name in a pipeline.
+        classes: its classes; subclasses are allowed too.
+        config: of entries of its config that change what a pipeline does with the model: the values that are allowed,
+            and what the pipeline or the model does at any other.
+    """
+
+    component: str
+    classes: tuple[type[nn.Layer], ...]
+    config: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
+
+    def check(self, program: str, model: nn.Layer) -> None:
+        """Raise ToMeExportError unless a program, whose name is given, can stand for a model."""
+        name = self.component
+        if not isinstance(model, self.classes):
+            allowed = " or ".join(cls.__name__ for cls in self.classes)
+            where = " where --img2img or the pipeline itself needs its encoder" if program == "vae_encoder" else ""
+            raise ToMeExportError(
+                f"the pipeline's {name} is of the class {type(model).__name__}, but an export can only stand for "
+                f"{allowed}{where}: load the pipeline with such a model."
+            )
+        for entry, (allowed_values, effect) in self.config.items():
+            value = getattr(model.config, entry, None)
+            if value not in (None, *allowed_values):
+                raise ToMeExportError(
+                    f"the pipeline's {name} has {entry}={value!r} in its config: {effect}, which no program does, so "
+                    f"it cannot be exported. {EAGER}"
+                )
+
+
+_MORE_INPUTS = "it has inputs that Stable Diffusion and SDXL do not have"
+_INPUTS = {"class_embed_type": ((), _MORE_INPUTS), "num_class_embeds": ((), _MORE_INPUTS)}
+_MASKED = {"use_attention_mask": ((False,), "pipelines pass it a mask of the text")}
+STANDS_FOR = {  # by program
+    "unet": Replaceable(
+        "unet",
+        (UNet2DConditionModel,),
+        {
+            "time_cond_proj_dim": ((), "it takes the guidance scale as an input, as latent consistency models do"),
+            "addition_embed_type": (("text_time",), _MORE_INPUTS),
+            **_INPUTS,
+        },
+    ),
+    "controlnet": Replaceable(
+        "controlnet",
+        (ControlNetModel,),
+        {
+            "global_pool_conditions": ((False,), "ppdiffusers turns guess mode on for it"),
+            "addition_embed_type": ((), _MORE_INPUTS),
+            **_INPUTS,
+        },
+    ),
+    "text_encoder": Replaceable("text_encoder", (CLIPTextModel,), _MASKED),
+    "text_encoder_2": Replaceable("text_encoder_2", (CLIPTextModelWithProjection,), _MASKED),
+    # Not AsymmetricAutoencoderKL, to whose decoder pipelines pass the image and its mask, nor ConsistencyDecoderVAE,
+    # whose decoder samples noise. An AutoencoderTiny encodes to latents, and not to a distribution.
+    "vae_decoder": Replaceable("vae", (AutoencoderKL, AutoencoderTiny)),
+    "vae_encoder": Replaceable("vae", (AutoencoderKL,)),
+}
+
+
+def check_pipeline(pipe: DiffusionPipeline, image_to_image: bool) -> None:
+    """Raise ToMeExportError unless a pipeline can be exported; `image_to_image` as in an ExportRequest."""
+    cls = type(pipe)
+    if cls.__name__ not in READERS:
+        raise ToMeExportError(f"{cls.__name__} cannot be exported: only {', '.join(READERS)} can. {EAGER}")
+    if cls is not getattr(ppdiffusers, cls.__name__):
         raise ToMeExportError(
-            f"{class_name} cannot be exported: only {', '.join(READERS)} can. Run it in eager mode with apply_tome()."
+            f"{cls.__module__}.{cls.__name__} cannot be exported: an export is loaded as ppdiffusers.{cls.__name__}. "
+            f"{EAGER}"
         )
     _check_components(pipe)
+    for program, replaceable in STANDS_FOR.items():
+        model = vars(pipe).get(replaceable.component)
+        if model is not None and (program != "vae_encoder" or needs_encoder(pipe, image_to_image)):
+            replaceable.check(program, model)
+    for name in COPIED:
+        if vars(pipe).get(name) is not None:
+            library_of(name, getattr(pipe, name))
+
+
+def needs_encoder(pipe: DiffusionPipeline, image_to_image: bool) -> bool:
+    """Whether an export has the VAE's encoder: if it is asked for, or the pipeline starts from images."""
+    return image_to_image or READERS[type(pipe).__name__][0] is None
+
+
+def library_of(name: str, component: Any) -> str:
+    """The library from which `load_pipeline` takes the class of a tokenizer, scheduler or feature extractor.
+
+    Args:
+        name: the component's name in a pipeline.
+
+    Raises:
+        ToMeExportError: none of LIBRARIES has it.
+    """
+    cls = type(component)
+    for library in LIBRARIES:
+        if getattr(importlib.import_module(library), cls.__name__, None) is cls:
+            return library
+    raise ToMeExportError(
+        f"the pipeline's {name} is of the class {cls.__module__}.{cls.__name__}, but an export is loaded with classes "
+        f"of {', '.join(LIBRARIES)} only: set another {name}. {EAGER}"
+    )
 
 
 def applied_merging(pipe: DiffusionPipeline) -> DenoiserMerging:
@@ -94,19 +212,7 @@ def _check_components(pipe: DiffusionPipeline) -> None:
     unet = pipe.unet
     if isinstance(unet, ExportedUNet):
         raise ToMeExportError("the pipeline is already an export: pass the pipeline of the model that was exported.")
-    if unet.config.time_cond_proj_dim is not None:
-        raise ToMeExportError(
-            "the UNet takes the guidance scale as an input (time_cond_proj_dim, as in latent consistency models), "
-            "which ppdiffusers' programs do not have: it cannot be exported."
-        )
-    if unet.config.addition_embed_type not in (None, "text_time") or unet.config.class_embed_type is not None:
-        raise ToMeExportError(
-            f"the UNet has inputs that those of Stable Diffusion and SDXL do not have (addition_embed_type="
-            f"{unet.config.addition_embed_type!r}, class_embed_type={unet.config.class_embed_type!r}): it cannot be "
-            "exported."
-        )
     if getattr(unet, "encoder_hid_proj", None) is not None:
         raise ToMeExportError("IP-Adapters cannot be exported: load the pipeline without one.")
-    controlnet = controlnet_of(pipe)
-    if controlnet is not None and not isinstance(controlnet, ControlNetModel):
-        raise ToMeExportError(f"{type(controlnet).__name__} cannot be exported: pass a single ControlNetModel.")
+    if any(getattr(block, "b1", None) is not None for block in unet.up_blocks):
+        raise ToMeExportError("FreeU cannot be exported: call disable_freeu() of the pipeline first.")

@@ -14,7 +14,7 @@ from ..methods.steps import plain_steps_of
 from ..run.onnx_graph import Graph
 from ..run.onnx_weights import SharedWeights
 from .comparison import Comparison
-from .programs import Denoiser, Traceable
+from .programs import Denoiser, Traceable, merge_by
 from .request import DenoiserMerging
 from .tracing import on_cpu
 
@@ -75,10 +75,10 @@ def prepare_edits(
     denoiser, edits = traceable.layer, {}
     assert isinstance(denoiser, Denoiser)
     for one in merging:
-        denoiser.merge_by(*one.configs)
+        merge_by(denoiser, *one.configs)
         comparison = Comparison(traceable, dims)
         edits[one] = Edit(comparison, merging_blocks(denoiser))
-    denoiser.merge_by(None, None)
+    merge_by(denoiser, None, None)
     return edits
 
 

@@ -119,14 +119,6 @@ class Denoiser(nn.Layer):
         self.unet = unet
         self.controlnet: Any = controlnet
 
-    def merge_by(self, unet: ToMeConfig | None, controlnet: ToMeConfig | None) -> None:
-        """Let its models merge by these configs, and nothing else; None is plain."""
-        detach(self)
-        if unet is not None:
-            attach(self.unet, unet, None)
-        if controlnet is not None and self.controlnet is not None:
-            attach(self.controlnet, controlnet, controlnet)
-
     # Traced without a translation of the models' Python code, which would take nine tenths of an export.
     @paddle.jit.not_to_static
     def forward(
@@ -178,8 +170,8 @@ def denoiser(unet: nn.Layer, controlnet: nn.Layer | None, time_ids: int = 6) -> 
             Input("controlnet_cond", ("batch", 3, "height", "width"), UNIFORM),
             Input("controlnet_conditioning_scale", (count_residuals(controlnet),), UNIFORM),
         )
-        controlnet = _working_copy(controlnet)
-    layer = Denoiser(_working_copy(unet), controlnet)
+        controlnet = working_copy(controlnet)
+    layer = Denoiser(working_copy(unet), controlnet)
     for model in filter(None, (layer.unet, layer.controlnet)):
         for transformer in {block.transformer for block in find_blocks(model)}:
             transformer.register_forward_post_hook(_restore_shape)
@@ -201,6 +193,15 @@ def count_residuals(controlnet: nn.Layer) -> int:
     return len(controlnet.controlnet_down_blocks) + 1
 
 
+def merge_by(target: Any, unet: ToMeConfig | None, controlnet: ToMeConfig | None) -> None:
+    """Let the UNet and the ControlNet of a `Denoiser` or a pipeline merge by these configs alone; None is plain."""
+    detach(target)
+    if unet is not None:
+        attach(target.unet, unet, None)
+    if controlnet is not None and getattr(target, "controlnet", None) is not None:
+        attach(target.controlnet, controlnet, controlnet)
+
+
 def text_encoder(model: nn.Layer, is_xl: bool, all_states: bool = False) -> Traceable:
     """A text encoder. It is copied.
 
@@ -210,19 +211,19 @@ def text_encoder(model: nn.Layer, is_xl: bool, all_states: bool = False) -> Trac
     """
     ids = Input("input_ids", ("batch", "tokens"), _integers(model.config.vocab_size), "int64")
     layer = (TextEncoderStates if all_states else TextEncoderXL) if is_xl else TextEncoder
-    return Traceable(layer(_working_copy(model)), (ids,))
+    return Traceable(layer(working_copy(model)), (ids,))
 
 
 def vae_encoder(model: nn.Layer) -> Traceable:
     """The VAE's encoder, for images from -1 to 1. It is copied."""
     dims = ("batch", model.config.in_channels, "height", "width")
-    return Traceable(VaeEncoder(_convertible(_working_copy(model))), (Input("sample", dims),))
+    return Traceable(VaeEncoder(_convertible(working_copy(model))), (Input("sample", dims),))
 
 
 def vae_decoder(model: nn.Layer) -> Traceable:
     """The VAE's decoder. It is copied."""
     dims = ("batch", model.config.latent_channels, "latent_height", "latent_width")
-    return Traceable(VaeDecoder(_convertible(_working_copy(model))), (Input("latent_sample", dims),))
+    return Traceable(VaeDecoder(_convertible(working_copy(model))), (Input("latent_sample", dims),))
 
 
 def _convertible(vae: nn.Layer) -> nn.Layer:
@@ -235,10 +236,11 @@ def _convertible(vae: nn.Layer) -> nn.Layer:
     return vae
 
 
-def _working_copy(model: nn.Layer) -> nn.Layer:
+def working_copy(model: nn.Layer) -> nn.Layer:
     """A copy that tracing may modify, on the CPU and in float32: a runtime chooses device and precision.
 
-    It shares weights that are there in float32 already, which tracing only reads.
+    It shares weights that are there in float32 already, which tracing only reads. What saves memory in eager mode is
+    off in it: attention in slices, and slices and tiles of a VAE, which a program of any size and batch cannot have.
     """
     tensors = [*model.parameters(), *model.buffers()]
     shared = [tensor for tensor in tensors if tensor.dtype == paddle.float32 and tensor.place.is_cpu_place()]
@@ -246,4 +248,7 @@ def _working_copy(model: nn.Layer) -> nn.Layer:
     if any(not tensor.place.is_cpu_place() for tensor in tensors):
         copied._to_impl(device="cpu", include_sublayers=True, floating_only=False)  # ppdiffusers' to() leaves integers
     use_ordinary_attention(copied)
+    for name in ("disable_slicing", "disable_tiling"):
+        if hasattr(copied, name):  # of a VAE
+            getattr(copied, name)()
     return copied.float()  # not astype("float32"), which does nothing on Paddle 3 (Paddle #76614)

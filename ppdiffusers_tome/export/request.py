@@ -81,6 +81,7 @@ class ExportRequest:
         image_to_image: also write the VAE's encoder.
         overwrite: replace an earlier export in `folder`, once the new one is complete.
         progress: print a line to stderr before each program is written.
+        image_check: compare images with those of the pipeline, in ppdiffusers' layout.
 
     Raises:
         ToMeConfigError: there are no ratios or sizes, or several for a layout with one.
@@ -95,6 +96,7 @@ class ExportRequest:
     image_to_image: bool = False
     overwrite: bool = False
     progress: bool = True
+    image_check: bool = True
 
     def __post_init__(self) -> None:
         if "onnx" in self.layout.formats:

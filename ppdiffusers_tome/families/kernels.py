@@ -4,6 +4,7 @@ from paddle import nn
 from ppdiffusers.models.attention_processor import (
     AttnProcessor,
     JointAttnProcessor2_5,
+    SlicedAttnAddedKVProcessor,
     SlicedAttnProcessor,
     XFormersAttnProcessor,
 )
@@ -32,7 +33,12 @@ def attention_label(layer: nn.Layer, family: Family) -> str:
 
 
 def use_ordinary_attention(model: nn.Layer) -> None:
-    """Replace ppdiffusers' default attention on a machine with a GPU, whose kernel a CPU lacks, by that on a CPU."""
+    """Let a model compute attention as a new one does on a CPU: not in slices, which `enable_attention_slicing` sets.
+
+    ppdiffusers' default on a machine with a GPU has a kernel that a CPU lacks.
+    """
     for layer in model.sublayers():
+        if type(getattr(layer, "processor", None)) in (SlicedAttnProcessor, SlicedAttnAddedKVProcessor):
+            layer.set_attention_slice(None)  # the default of this machine
         if type(getattr(layer, "processor", None)) is XFormersAttnProcessor:
             layer.set_processor(AttnProcessor())

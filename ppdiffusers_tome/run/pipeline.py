@@ -26,6 +26,10 @@ from .stand_in import NoImageEncoder, refuse_loading
 CONFIGS = {"unet": "unet", "text_encoder": "text_encoder", "text_encoder_2": "text_encoder_2", "vae": "vae_decoder"}
 CONTROLNET_CONFIG = "controlnet"
 COPIED = ("tokenizer", "tokenizer_2", "scheduler", "feature_extractor")  # components that are not models
+FROM_IMAGE = {  # pipelines for image-to-image, by those for text-to-image over the same models
+    "StableDiffusionPipeline": "StableDiffusionImg2ImgPipeline",
+    "StableDiffusionXLPipeline": "StableDiffusionXLImg2ImgPipeline",
+}
 RUNTIMES: dict[str, type[Runtime]] = {"paddle": PaddleRuntime, "onnxruntime": OnnxRuntime, "openvino": OpenVinoRuntime}
 
 
@@ -90,6 +94,19 @@ def load_pipeline(
     return pipe
 
 
+def from_image(pipe: DiffusionPipeline) -> DiffusionPipeline:
+    """The pipeline for image-to-image over the models of one for text-to-image, of a class in FROM_IMAGE.
+
+    It has the settings too, which `components` does not contain, as whether an absent negative prompt is zeros.
+    """
+    cls = getattr(ppdiffusers, FROM_IMAGE[type(pipe).__name__])
+    settings = {name: pipe.config.get(name) for name in inspect.signature(cls).parameters}
+    if hasattr(pipe, "watermark"):  # of SDXL
+        settings["add_watermarker"] = pipe.watermark is not None
+    flags = {name: value for name, value in settings.items() if isinstance(value, bool)}
+    return cls(**pipe.components, **flags)
+
+
 def choose_runtime(runtime: str, **settings: Any) -> Runtime:
     """The runtime of a name, with the settings of its class.
 
@@ -135,7 +152,7 @@ def _assemble(
                     "Load it as that class."
                 )
             arguments[name] = None
-        elif isinstance(parameter.default, bool):
+        elif isinstance(parameter.default, bool) or isinstance(index.get(name), bool):
             arguments[name] = index.get(name, parameter.default if name != "requires_safety_checker" else False)
     pipe = cls(**arguments)
     refuse_loading(pipe)

@@ -8,16 +8,14 @@ from typing import Any
 
 import paddle
 from PIL import Image
-from ppdiffusers import StableDiffusionImg2ImgPipeline as FromImage
 from ppdiffusers import StableDiffusionPipeline as FromText
-from ppdiffusers import StableDiffusionXLImg2ImgPipeline as FromImageXL
 from ppdiffusers import StableDiffusionXLPipeline as FromTextXL
 from ppdiffusers.image_processor import VaeImageProcessor
 
 from ..errors import ExportChangedError, ToMeConfigError
 from ..run.manifest import Manifest, is_refiner, read_manifest
 from ..run.models import ExportedUNet
-from ..run.pipeline import load_pipeline
+from ..run.pipeline import from_image, load_pipeline
 from ..run.sizes import Size
 from .image_engine import DETERMINISTIC, sampler_of
 from .jobs import AbandonedError, GenerationError, Job, JobError
@@ -215,10 +213,7 @@ def load_engine(
             f"({reason}): use another version of Paddle, or export the model with another scheduler, such as "
             "pipe.scheduler = DPMSolverMultistepScheduler.from_config(pipe.scheduler.config)"
         )
-    image_to_image = None
-    if manifest.image_to_image:
-        safety = {} if is_xl else {"requires_safety_checker": False}
-        image_to_image = (FromImageXL if is_xl else FromImage)(**pipe.components, **safety)
+    image_to_image = from_image(pipe) if manifest.image_to_image else None
     return Engine(pipe, image_to_image, manifest.name, manifest.methods, programs)
 
 
@@ -268,10 +263,15 @@ def scheduler_failure(scheduler: Any) -> str | None:
 
 
 def _settings(jobs: Sequence[Job], after_step: Callable[..., Any]) -> dict[str, Any]:
-    """Arguments of the pipeline calls that both pipelines take."""
+    """Arguments of the pipeline calls that both pipelines take.
+
+    Jobs of one call have all a negative prompt or all none. SDXL's pipelines compute with zeros where there is none,
+    which is not the embedding of an empty text.
+    """
+    negative = [job.negative_prompt for job in jobs]
     return {
         "prompt": [job.prompt for job in jobs],
-        "negative_prompt": [job.negative_prompt for job in jobs],
+        "negative_prompt": negative if any(negative) else None,
         "num_inference_steps": jobs[0].steps,
         "guidance_scale": jobs[0].guidance_scale,
         "callback_on_step_end": after_step,

@@ -84,7 +84,8 @@ class Job:
     two fields allow together is checked here.
 
     Args:
-        prompt, negative_prompt: texts. ppdiffusers cuts off what does not fit the model's tokenizer.
+        prompt, negative_prompt: texts; an empty negative prompt is none. ppdiffusers cuts off what does not fit the
+            model's tokenizer.
         size: one of the exported sizes.
         ratio: share of the tokens to merge away, one of the exported ratios.
         seed: 0 to 2**32 - 1. Equal jobs give equal images, whatever else is in their batch.
@@ -134,7 +135,7 @@ class Job:
         """
         if self.image is not None or self.second_pass is not None:
             return None
-        return self.size, self.steps, self.guidance_scale, self.ratio
+        return self.size, self.steps, self.guidance_scale, self.ratio, bool(self.negative_prompt)
 
     def settings(self) -> dict[str, Any]:
         """All fields but the image, ready for JSON; `strength` and `second_pass` only where they are set."""

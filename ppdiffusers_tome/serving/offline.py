@@ -123,7 +123,7 @@ def _progress(total: int, done: int) -> Iterator[Callable[[], None]]:
 
 
 def split(prompts: Sequence[Prompt], batch: int) -> list[list[Prompt]]:
-    """Batches of prompts with equal size, steps, guidance scale and ratio, in the order of their first prompts."""
+    """Batches of prompts with equal `batch_key`, in the order of their first prompts."""
     batches: list[list[Prompt]] = []
     unfilled: dict[tuple[Any, ...] | None, list[Prompt]] = {}
     for prompt in prompts:

@@ -473,7 +473,10 @@ def test_pipelines_that_cannot_be_exported(exported_folder, tmp_path):
         (DiffusionPipeline(), "DiffusionPipeline cannot be exported"),
         (load_pipeline(exported_folder), "already an export: pass the pipeline of the model"),
         (StableDiffusionPipeline(**stable_diffusion(unet=unet(time_cond_proj_dim=8))), "time_cond_proj_dim"),
-        (StableDiffusionControlNetPipeline(**stable_diffusion(controlnet=multi)), "single ControlNetModel"),
+        (
+            StableDiffusionControlNetPipeline(**stable_diffusion(controlnet=multi)),
+            "MultiControlNetModel, .*stand for ControlNetModel: load",
+        ),
         (with_checker, "--no-safety-checker"),
     ):
         with pytest.raises(ToMeExportError, match=message):

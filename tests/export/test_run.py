@@ -174,7 +174,8 @@ def test_controlnet_is_fused_with_the_unet(others, tmp_path):
     pipe = StableDiffusionControlNetPipeline(
         **stable_diffusion(unet=unet(**ONE_LEVEL), controlnet=controlnet(**ONE_LEVEL), **models)
     )
-    manifest = export_linked(pipe, tmp_path / "out", 0.5, [(32, 32)], controlnet=0.25, linked=linked)
+    settings = {"controlnet": 0.25, "linked": linked, "image_check": True}
+    manifest = export_linked(pipe, tmp_path / "out", 0.5, [(32, 32)], **settings)
     assert manifest.residuals == 3 and manifest.methods == {0.5: "interlace; ControlNet at ratio 0.25: interlace"}
     exported = load(tmp_path / "out")
     assert "ratio 0.5: interlace; ControlNet at ratio 0.25: interlace" in str(exported.tome_summary())
@@ -209,7 +210,8 @@ def test_sdxl_with_its_additional_inputs(others, tmp_path):
     models, linked = others
     of_vae = [program for program in linked if program[1].model.startswith("vae")]
     pipe = StableDiffusionXLPipeline(**sdxl(unet=unet(**{**SDXL, **ONE_LEVEL, **ONE_DEPTH}), vae=models["vae"]))
-    export_linked(pipe, tmp_path / "out", 0.5, [(32, 32)], image_to_image=True, linked=of_vae)
+    settings = {"image_to_image": True, "linked": of_vae, "image_check": True}
+    export_linked(pipe, tmp_path / "out", 0.5, [(32, 32)], **settings)
     exported = load(tmp_path / "out")
     with pipe.tome(ratio=0.5):
         np.testing.assert_allclose(draw(exported), draw(pipe), atol=TOLERANCE)
@@ -226,7 +228,7 @@ def test_sdxl_with_its_additional_inputs(others, tmp_path):
 def test_inpainting_model_with_nine_channels(others, tmp_path):
     models, linked = others
     pipe = StableDiffusionInpaintPipeline(**stable_diffusion(unet=unet(**ONE_LEVEL, in_channels=9), **models))
-    manifest = export_linked(pipe, tmp_path / "out", 0.5, [(32, 32)], linked=linked)
+    manifest = export_linked(pipe, tmp_path / "out", 0.5, [(32, 32)], linked=linked, image_check=True)
     assert manifest.image_to_image
     arguments = {"image": image(), "mask_image": mask(), "height": 32, "width": 32}
     with pipe.tome(ratio=0.5):

@@ -97,7 +97,7 @@ def test_only_these_modules_know_the_modules_of_ppdiffusers():
     inside = re.compile(r"^ *(import|from) ppdiffusers\.", re.M)
     knowing = {module_of(path) for path in FILES if inside.search(path.read_text(encoding="utf-8"))}
     families = {"families.table", "families.grids", "families.blocks", "families.kernels"}
-    assert knowing == {*families, "hub", "run.models", "run.stand_in", "serving.engine"}
+    assert knowing == {*families, "hub", "run.models", "run.stand_in", "serving.engine", "export.exportable"}
 
 
 def test_the_document_of_families_lists_the_entries_of_the_table():

@@ -22,16 +22,24 @@ import paddle
 import ppdiffusers
 import pytest
 from conftest import tiny_pipeline
-from exporting import export_linked
+from exporting import export_linked, export_once
 from PIL import Image
-from ppdiffusers import EulerAncestralDiscreteScheduler, PNDMScheduler, UniPCMultistepScheduler
+from ppdiffusers import (
+    EulerAncestralDiscreteScheduler,
+    PNDMScheduler,
+    StableDiffusionXLImg2ImgPipeline,
+    StableDiffusionXLPipeline,
+    UniPCMultistepScheduler,
+)
 from serving_support import LIMITS, OPENAI, TEXT, FakeEngine, serving, until
+from zoo.parts import ONE_DEPTH, ONE_LEVEL, SDXL, sdxl, unet
 
 from ppdiffusers_tome import ToMeConfigError, ToMeError, ToMeExportError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import serve as serve_command
 from ppdiffusers_tome.errors import install_command
 from ppdiffusers_tome.inference import load_pipeline, read_manifest
+from ppdiffusers_tome.run import pipeline
 from ppdiffusers_tome.run.defaults import ModelDefaults, read_defaults
 from ppdiffusers_tome.run.sizes import Size
 from ppdiffusers_tome.serving.app import create_app
@@ -48,7 +56,12 @@ from ppdiffusers_tome.serving.queue import JobQueue
 from ppdiffusers_tome.serving.server import ServerFailedError, serve
 
 JOB = Job("a 3d render of fox", size=Size(32, 48), ratio=0.5, seed=3, steps=3, guidance_scale=2.0)
-JOBS = [JOB, replace(JOB, prompt="owl", seed=4, negative_prompt="red"), replace(JOB, prompt="", seed=2**32 - 1)]
+NEGATIVE = [{"negative_prompt": text} for text in ("blue", "red", "a dog")]
+JOBS = [
+    replace(JOB, **NEGATIVE[0]),
+    replace(JOB, prompt="owl", seed=4, **NEGATIVE[1]),
+    replace(JOB, prompt="", seed=2**32 - 1, **NEGATIVE[2]),
+]
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +92,60 @@ def test_image_equals_the_pipelines(engine, exported_folder):
     paddle.seed(3)
     own = pipe(JOB.prompt, height=32, width=48, num_inference_steps=3, guidance_scale=2.0).images[0]
     assert difference(engine.generate([JOB])[0], own) == 0
+
+
+def sdxl_pipeline(**settings):
+    """A tiny pipeline of SDXL, always with the same weights."""
+    paddle.seed(0)
+    changes = {**SDXL, **ONE_LEVEL, **ONE_DEPTH}
+    return StableDiffusionXLPipeline(**sdxl(unet=unet(**changes)), add_watermarker=False, **settings)
+
+
+@pytest.fixture(scope="module")
+def sdxl_folder(tmp_path_factory):
+    return export_once(tmp_path_factory, "sdxl", sdxl_pipeline, 0.5, [(32, 48)], format="onnx")
+
+
+@pytest.mark.parametrize("negative", ["", "a red apple"])
+def test_images_of_sdxl_equal_those_of_its_pipeline(sdxl_folder, negative):
+    """It computes with zeros where there is no negative prompt, and not with the embedding of an empty text."""
+    manifest = read_manifest(sdxl_folder)
+    limits = Limits(manifest.sizes, manifest.ratios, image_to_image=True)
+    start = Image.fromarray(np.random.RandomState(0).randint(0, 255, (32, 48, 3), dtype="uint8"))
+    file = io.BytesIO()
+    start.save(file, "PNG")
+    request = {"prompt": "a fox", "seed": 3, "steps": 4, "guidance_scale": 5.0, "negative_prompt": negative}
+    from_image = {"image": base64.b64encode(file.getvalue()).decode(), "strength": 0.5}
+    served = []
+    with serving(load_engine(sdxl_folder, threads=1), limits) as server:
+        for body in (request, request | from_image):
+            answer = server.post(OPENAI, body)
+            assert answer.status_code == 200, answer.text
+            served.append(Image.open(io.BytesIO(base64.b64decode(answer.json()["data"][0]["b64_json"]))))
+    pipe = sdxl_pipeline()
+    settings = {"num_inference_steps": 4, "guidance_scale": 5.0, "negative_prompt": negative or None}
+    starts = [{"height": 32, "width": 48}, {"image": start, "strength": 0.5}]
+    with pipe.tome(ratio=0.5):
+        for one, image, arguments in zip((pipe, pipeline.from_image(pipe)), served, starts, strict=True):
+            one.set_progress_bar_config(disable=True)
+            paddle.seed(3)
+            assert difference(one("a fox", **settings, **arguments).images[0], image) <= 1
+            paddle.seed(3)
+            other = settings | {"negative_prompt": "" if not negative else None}
+            assert difference(one("a fox", **other, **arguments).images[0], image) > 10
+
+
+def test_settings_of_sdxl_are_those_of_its_pipeline(sdxl_folder, monkeypatch):
+    """Also of the pipeline that starts from an image, and where a package would let it add a watermark."""
+    index = json.loads((sdxl_folder / "model_index.json").read_text())
+    assert index["force_zeros_for_empty_prompt"] is True and index["add_watermarker"] is False
+    for cls in (StableDiffusionXLPipeline, StableDiffusionXLImg2ImgPipeline):
+        monkeypatch.setattr(f"{cls.__module__}.is_pp_invisible_watermark_available", lambda: True)
+        monkeypatch.setattr(f"{cls.__module__}.StableDiffusionXLWatermarker", object, raising=False)
+    pipe = load_pipeline(sdxl_folder, threads=1)
+    assert pipe.watermark is None and pipeline.from_image(pipe).watermark is None
+    other = sdxl_pipeline(force_zeros_for_empty_prompt=False)
+    assert pipeline.from_image(other).config.force_zeros_for_empty_prompt is False
 
 
 def test_ratio_is_the_jobs(engine):
@@ -156,9 +223,10 @@ def test_steps_that_the_scheduler_does_not_have_are_422(exported_folder, monkeyp
 
 
 def test_different_jobs_do_not_share_a_call():
-    for change in ({"steps": 2}, {"guidance_scale": 3.0}, {"ratio": 0}, {"size": Size(32, 32)}):
+    for change in ({"steps": 2}, {"guidance_scale": 3.0}, {"ratio": 0}, {"size": Size(32, 32)}, NEGATIVE[0]):
         assert replace(JOB, **change).batch_key != JOB.batch_key
-    assert replace(JOB, seed=9, prompt="x", negative_prompt="y").batch_key == JOB.batch_key
+    assert replace(JOB, seed=9, prompt="x").batch_key == JOB.batch_key
+    assert len({job.batch_key for job in JOBS}) == 1, "each with another negative prompt"
 
 
 def test_stochastic_sampler_is_not_batched(exported_folder):
