@@ -293,11 +293,11 @@ def _compare_at(
     """The figures of plain and of each config at a size, plain first; writes and prints them."""
     name = str(size.width) if size.width == size.height else str(size)
     print(f"{name} px, {about['steps']} steps, prompts: {', '.join(about['prompts'])}", flush=True)
-    turns = (len(configs) + 1) * (options.rounds + 1)
-    images = (len(configs) + 1) * len(about["prompts"]) * options.batch
+    arm_count = len(configs) + 1
     steps = int(about["steps"] * about.get("strength", 1))
     print(
-        f"  takes {images} × {steps} steps for images, and {turns} for the times beside those that keep all tokens: "
+        f"  takes {arm_count * len(about['prompts'])} × {steps} steps for images, and "
+        f"{arm_count * (options.rounds + 1)} for the times beside those that keep all tokens: "
         "fewer with --prompt, --steps and --rounds",
         flush=True,
     )

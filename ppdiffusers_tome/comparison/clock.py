@@ -21,7 +21,7 @@ LARGE = 1.1
 class Gain(NamedTuple):
     """How many times as fast an arm is as plain; as text its factor, such as "1.60×", or why none is claimed.
 
-    benchmarks/gain_rule.md has how often the rule is wrong, and which gains it finds.
+    docs/development/evaluation.md has how often the rule is wrong, and which gains it finds.
     """
 
     factor: float  # median of the ratios within the rounds: plain's time divided by the arm's

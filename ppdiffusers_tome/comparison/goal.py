@@ -53,7 +53,7 @@ class Goal:
         return f"a median PSNR of at least {self.value:g} dB"
 
     def is_reached(self, figures: Figures) -> bool:
-        """Whether these figures reach the goal. Those without a gain are of plain, or do not differ from its time."""
+        """Whether these figures reach the goal. Those without a gain are of plain, or their rounds show none."""
         return figures.gain is not None and figures.gain > 1 and getattr(figures, self.measure) >= self.value
 
     def choose(self, rows: Sequence[Figures]) -> Figures | None:
