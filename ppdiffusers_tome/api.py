@@ -68,7 +68,7 @@ def apply_tome(
             that are passed beside it replace its own.
         controlnet: True to merge in ControlNets with the same settings, False to leave them plain, or a ratio for
             them.
-        unknown: any other name raises ToMeConfigError with the nearest setting, or with what replaced it.
+        unknown: any other name raises ToMeConfigError with the nearest setting.
 
     Returns:
         target itself.

@@ -13,14 +13,12 @@ import numpy as np
 from .errors import ParameterError, ToMeConfigError
 from .files import write_file
 from .method_names import DEFAULT_METHOD, DESCRIPTIONS
-from .old_settings import MERGE_ATTN_OF_2, REPLACED, settings_of_2, why_removed
 from .wording import nearest, settings_in_words
 
 if TYPE_CHECKING:
     from .methods import Method
 
 FILE_FORMAT, FILE_VERSION = "ppdiffusers_tome.config", 2
-READ_VERSIONS = (1, FILE_VERSION)  # 1: of releases before 3.0
 LEVELS = (1, 2, 4, 8)
 MERGE_STEPS = ("middle", "all")
 LAYERS = ("attn", "crossattn", "mlp")  # each has a `merge_…` setting
@@ -107,10 +105,6 @@ class ToMeConfig:
         for name, rule in RULES.items():
             value = getattr(self, name)
             if not rule.allows(value):
-                if name == "merge_attn" and value in tuple(MERGE_ATTN_OF_2):
-                    raise ToMeConfigError(
-                        f"merge_attn={value!r} is not allowed since release 3.0: {MERGE_ATTN_OF_2[value]}."
-                    )
                 raise ToMeConfigError(f"{name}={value!r:.200} is not allowed: it must be {rule.words}.")
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
@@ -202,9 +196,7 @@ class ToMeConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> "ToMeConfig":
-        """Read a settings file that `save` of this or an earlier release wrote.
-
-        Settings that it lacks have their defaults, and the ratio of a file of a release before 3.0 that of its time.
+        """Read a settings file that `save` wrote. Settings that it lacks have their defaults.
 
         Raises:
             ToMeConfigError: the file is missing or damaged, has another format or version, or contains a setting
@@ -214,17 +206,14 @@ class ToMeConfig:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             if not isinstance(content, dict) or content.get("format") != FILE_FORMAT:
                 raise ToMeConfigError(f'it is not a settings file: it must have "format": "{FILE_FORMAT}".')
-            version = content.get("version")
-            if version not in READ_VERSIONS:
+            if (version := content.get("version")) != FILE_VERSION:
                 raise ToMeConfigError(
-                    f"version {version!r:.50} of the format cannot be read, only "
-                    f"{' and '.join(map(str, READ_VERSIONS))}: write the file again with this release."
+                    f"version {version!r:.50} of the format cannot be read, only {FILE_VERSION}: write the file again "
+                    "with this release."
                 )
             settings = content.get("settings")
             if not isinstance(settings, dict):
                 raise ToMeConfigError('it has no object "settings".')
-            if version != FILE_VERSION:
-                settings = settings_of_2(settings)
             check_names(settings)
             return cls(**settings)
         except ToMeConfigError as error:
@@ -302,9 +291,7 @@ def _methods() -> "dict[str, Method]":
 
 
 def why_no_method(method: Any) -> str:
-    """Why this is not the name of a method: what replaced it, or which names there are."""
-    if isinstance(method, str) and (removed := why_removed(method)):
-        return f"method={method!r} is not allowed since release 3.0: {removed}."
+    """Why this is not the name of a method, and which names there are."""
     suggested = nearest(method, DESCRIPTIONS) if isinstance(method, str) else None
     hint = f" Did you mean {suggested!r}?" if suggested else ""
     return f"method={method!r:.200} is not allowed: it must be one of {', '.join(DESCRIPTIONS)}.{hint}"
@@ -336,12 +323,10 @@ def _alternatives(ratios: Iterable[float]) -> str:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise ToMeConfigError for a name that is not a setting; the message has the nearest one, or what replaced it."""
+    """Raise ToMeConfigError for a name that is not a setting; the message has the nearest one."""
     for name in names:
         if name in SETTINGS:
             continue
-        if name in REPLACED:
-            raise ToMeConfigError(f"{name} is not a setting since release 3.0: {REPLACED[name]}.")
         suggested = nearest(str(name), SETTINGS)
         hint = f"did you mean {suggested}?" if suggested else f"use {', '.join(SETTINGS)}."
         raise ToMeConfigError(f"{name!r:.80} is not a setting: {hint}")

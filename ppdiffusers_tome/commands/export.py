@@ -11,7 +11,7 @@ from ..run.manifest import Manifest, is_refiner, parse_size, ratio_name
 from ..serving.prompt_file import PROMPTS
 from ..wording import command_line
 from .image_options import add_command, naming_options
-from .merge_options import add_merge_options, add_removed_options, merge_configs
+from .merge_options import add_merge_options, merge_configs
 
 if TYPE_CHECKING:
     from ..export.request import ExportRequest
@@ -52,7 +52,6 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     option("--overwrite", action="store_true", help="replace an earlier export")
     add_merge_options(export, "how to merge", is_single=True)
-    add_removed_options(export)
     export.set_defaults(run=_export)
 
 

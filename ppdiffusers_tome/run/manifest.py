@@ -4,7 +4,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import InitVar, asdict, field
+from dataclasses import asdict, field
 from numbers import Real
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
@@ -69,7 +69,7 @@ def parse_size(text: str) -> Size:
     return Size(int(sides[2] or sides[1]), int(sides[1]))
 
 
-Settings: TypeAlias = dict[str, Any]  # by name, as the file has them: an earlier release may have had others
+Settings: TypeAlias = dict[str, Any]  # by name, as the file has them: the release that wrote it may have had others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +84,8 @@ class ExportedMerging:
 
     @property
     def method(self) -> str:
-        """The name of the method; releases before 3.0 had none."""
-        return str(self.own.get("method", "merging of 2.x"))
+        """The name of the method."""
+        return str(self.own["method"])
 
     @property
     def effective_ratio(self) -> float:
@@ -213,19 +213,6 @@ class Manifest:
     versions: dict[str, str]
     programs: tuple[ProgramFile, ...]
     files: dict[InnerPath, FileFacts]  # of tome.json; empty where the programs became a folder of another layout
-    # Fields of earlier releases
-    schedule: InitVar[Any] = None  # null, or the ratio schedule of the export
-    for_gpu: InitVar[bool] = False  # another form of the same merging
-    merge_map: InitVar[bool] = False  # whether there are programs that return which tokens merge
-
-    def __post_init__(self, schedule: Any, for_gpu: bool, merge_map: bool) -> None:
-        if schedule is not None:
-            raise ValueError(f"it has the ratio schedule {schedule!r:.60}, and there are none since release 3.0")
-        if (version := self.versions.get("ppdiffusers_tome", "")).startswith("0."):
-            raise ValueError(f"it is of release {version}, and exports before 1.0 are not read any more")
-        if merge_map:
-            others = tuple(file for file in self.programs if file.model != "merge_map")
-            object.__setattr__(self, "programs", others)
 
     def exported(self, ratio: Any) -> float:
         """The exported ratio that is the same as `ratio`; ToMeConfigError if there is none."""
@@ -371,7 +358,7 @@ def _inconsistent_field(manifest: Manifest) -> str | None:
         "residuals": ("ControlNet" in manifest.pipeline) == manifest.controlnet,
         "vae_factor": not any(side % manifest.vae_factor for size in manifest.sizes for side in size),
         "merging": list(manifest.merging) == [ratio_name(ratio) for ratio in manifest.ratios]
-        and all(is_ratio(settings.get("ratio")) for settings in merging),
+        and all(is_ratio(settings.get("ratio")) and isinstance(settings.get("method"), str) for settings in merging),
         "programs": [file.place for file in manifest.programs] == [planned.place for planned in expected]
         and encoders[-1:] == [last],
         "formats": all(file.formats == manifest.formats for file in manifest.programs),

@@ -394,19 +394,19 @@ def test_exported_ratios_are_compared(runtime, onnx_folder, tmp_path, capsys):
     assert "load_pipeline(" in printed or not save.exists()
 
 
-def test_an_export_of_a_method_that_is_no_more_is_compared_but_not_saved(exported_folder, tmp_path, capsys):
-    folder, save = tmp_path / "old", tmp_path / "tome.json"
+def test_an_export_of_an_unknown_method_is_compared_but_not_saved(exported_folder, tmp_path, capsys):
+    folder, save = tmp_path / "export", tmp_path / "tome.json"
     shutil.copytree(exported_folder, folder)
     manifest = json.loads((folder / "tome.json").read_text())
-    manifest["merging"]["0.5"] = [{"ratio": 0.5, "method": "default", "window": 4}, None]
+    manifest["merging"]["0.5"] = [{"ratio": 0.5, "method": "swirl", "radius": 4}, None]
     (folder / "tome.json").write_text(json.dumps(manifest))
     options = ["--prompt", "a fox"]
     assert run_compare(folder, tmp_path / "outputs", *options, "--goal", "1.1x", "--save", str(save)) == 2
     error = capsys.readouterr().err
-    assert f"--save {save}" in error and "method='default', window=4" in error
+    assert f"--save {save}" in error and "method='swirl', radius=4" in error
     assert not (tmp_path / "outputs").exists(), "before anything is loaded"
     assert run_compare(folder, tmp_path / "outputs", *options) == 0
-    assert "default 0.5, window=4" in capsys.readouterr().out
+    assert "swirl 0.5, radius=4" in capsys.readouterr().out
 
 
 def test_images_of_an_exported_folder_are_those_of_its_ratios(exported_folder, tmp_path):

@@ -1,4 +1,4 @@
-"""The settings: their ranges and messages, what a method brings and lacks, settings files, those of 2.x."""
+"""The settings: their ranges and messages, what a method brings and lacks, settings files."""
 
 import copy
 import dataclasses
@@ -16,7 +16,6 @@ from ppdiffusers_tome.attach.placement import Placement
 from ppdiffusers_tome.config import controlnet_config
 from ppdiffusers_tome.methods import METHODS
 from ppdiffusers_tome.methods.method import IN_ALL_METHODS
-from ppdiffusers_tome.old_settings import MERGE_ATTN_OF_2, REPLACED
 from ppdiffusers_tome.wording import merging_in_words, method_in_words
 
 DEFAULTS = {
@@ -103,43 +102,6 @@ def test_an_unknown_name_is_an_error_with_the_nearest_one(settings, message):
         ToMeConfig().with_settings(**settings)
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         ToMeConfig(**settings)
-
-
-INSTEAD = {  # what the error about each of them names
-    "match": ('match="grid"', 'method="todo"'),
-    "blend": ('method="tomesd"', "mean"),
-    "window": ("leave it out",),
-    "proportional": ("leave it out",),
-    "for_gpu": ("one form",),
-    "merge_map": ("leave it out",),
-}
-
-
-@pytest.mark.parametrize("name", INSTEAD)
-def test_a_setting_of_earlier_releases_is_an_error_that_says_what_to_use(name):
-    assert INSTEAD.keys() == REPLACED.keys()
-    with pytest.raises(ToMeConfigError, match=rf"^{name} .*3\.0") as caught:
-        ToMeConfig().with_settings(**{name: "grid"})
-    assert all(words in str(caught.value) for words in INSTEAD[name])
-
-
-@pytest.mark.parametrize(
-    ("method", "instead"), [("default", "interlace"), ("symmetric", "tomesd"), ("kv", "interlace")]
-)
-def test_a_method_of_earlier_releases_is_an_error_that_says_what_to_use(method, instead):
-    for make in (lambda: ToMeConfig(method=method), lambda: ToMeConfig(0.5, "todo").with_settings(method=method)):
-        with pytest.raises(ToMeConfigError, match=rf"^method='{method}' .*3\.0") as caught:
-            make()
-        assert f'method="{instead}"' in str(caught.value)
-    assert instead in METHODS
-
-
-@pytest.mark.parametrize("value", MERGE_ATTN_OF_2)
-def test_a_value_of_merge_attn_that_named_a_method_is_an_error_that_says_what_to_use(value):
-    for method in METHODS:
-        with pytest.raises(ToMeConfigError, match=rf"^merge_attn='{value}' .*3\.0.*True or False") as caught:
-            ToMeConfig(method=method, merge_attn=value)
-        assert 'method="interlace"' in str(caught.value)
 
 
 def test_editors_see_the_settings():
@@ -443,7 +405,7 @@ def test_a_config_in_a_users_pydantic_model(settings):
     [
         ({"ratio": 50}, "mean 0.5,"),
         ({"ratio": "half"}, "ratio"),
-        ({"method": "kv"}, 'use method="interlace"'),
+        ({"method": "kv"}, "must be one of interlace"),
         ({"ration": 0.5}, "ration"),
         ({"method": "todo", "ratio": 0.6}, "ratio=0.6"),
     ],
@@ -459,8 +421,8 @@ def test_what_is_not_allowed_is_an_error_of_the_pydantic_model(settings, message
 # Settings files
 
 
-def write_settings(path, version, settings):
-    path.write_text(json.dumps({"format": "ppdiffusers_tome.config", "version": version, "settings": settings}))
+def write_settings(path, settings):
+    path.write_text(json.dumps({"format": "ppdiffusers_tome.config", "version": 2, "settings": settings}))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -479,104 +441,24 @@ def test_a_settings_file_gives_back_the_settings(tmp_path, method):
 def test_settings_that_a_file_lacks_have_their_defaults(tmp_path):
     path = tmp_path / "tome_config.json"
     for settings in ({}, {"method": "todo"}, {"ratio": 0.5}):
-        write_settings(path, 2, settings)
+        write_settings(path, settings)
         assert ToMeConfig.load(path) == ToMeConfig(**settings)
 
 
-OF_2X = {  # all settings of a file of 2.x
-    "ratio": 0.5,
-    "max_downsample": None,
-    "sx": 2,
-    "sy": 2,
-    "use_rand": True,
-    "seed": 0,
-    "match": "similarity",
-    "window": 16,
-    "proportional": True,
-    "merge_attn": "asymmetric",
-    "merge_crossattn": False,
-    "merge_mlp": False,
-    "min_tokens": 0,
-}
-OF_TOMESD = {"merge_attn": True, "window": None, "proportional": False}
-OF_TODO = {"merge_attn": "kv", "match": "grid", "ratio": 0.75, "use_rand": False}
-READ = [  # what of those differs from the defaults of 2.x, and the settings that it is now
-    (OF_TOMESD, {"ratio": 0.5, "method": "tomesd"}),
-    ({**OF_TOMESD, "blend": 1.0, "ratio": 0.6}, {"ratio": 0.6, "method": "tomesd"}),
-    (
-        {**OF_TOMESD, "sx": 4, "seed": 7, "use_rand": False, "max_downsample": 2, "min_tokens": 64},
-        {"method": "tomesd", "ratio": 0.5, "sx": 4, "seed": 7, "use_rand": False}
-        | {"max_downsample": 2, "min_tokens": 64},
-    ),
-    ({**OF_TOMESD, "seed": None}, {"ratio": 0.5, "method": "tomesd"}),  # other tokens in each pass, as in each step
-    (
-        {**OF_TOMESD, "merge_attn": False, "merge_mlp": True},
-        {"ratio": 0.5, "method": "tomesd", "merge_attn": False, "merge_mlp": True},
-    ),
-    (OF_TODO, {"ratio": 0.75, "method": "todo"}),
-    ({**OF_TODO, "window": 8, "proportional": False, "seed": 3}, {"ratio": 0.75, "method": "todo"}),
-    (
-        {**OF_TODO, "ratio": 0.875, "sx": 4, "blend": 0, "min_tokens": 64, "seed": None},
-        {"ratio": 0.875, "method": "todo"} | {"sx": 4, "min_tokens": 64},
-    ),
-]
-
-
-@pytest.mark.parametrize(("settings", "expected"), READ)
-@pytest.mark.parametrize("given", [OF_2X, {}], ids=["complete", "partial"])
-def test_settings_of_2x_are_those_that_they_are_now(tmp_path, given, settings, expected):
-    path = tmp_path / "tome_config.json"
-    write_settings(path, 1, {**given, **settings})
-    assert ToMeConfig.load(path) == ToMeConfig(**expected)
-
-
 @pytest.mark.parametrize(
-    ("settings", "instead"),
+    ("settings", "message"),
     [
-        ({}, 'method="interlace"'),
-        ({"merge_attn": "asymmetric", "window": None, "proportional": False}, 'method="interlace"'),
-        ({"merge_attn": "kv"}, 'method="interlace"'),
-        ({"merge_attn": True}, 'method="tomesd"'),
-        ({**OF_TOMESD, "window": 16}, 'method="tomesd"'),
-        ({**OF_TOMESD, "proportional": True}, 'method="tomesd"'),
-        ({**OF_TOMESD, "blend": 0.5}, 'method="tomesd"'),
-        ({**OF_TOMESD, "match": "pairs"}, 'method="tomesd"'),
-        ({**OF_TODO, "merge_attn": True}, 'method="tomesd"'),
-        ({**OF_TODO, "use_rand": True}, '"interlace"'),
-        ({**OF_TODO, "merge_mlp": True}, 'method="tomesd"'),
-        ({**OF_TODO, "merge_crossattn": True}, 'method="tomesd"'),
-        ({**OF_TODO, "blend": 1}, 'method="interlace"'),
-        ({"merge_attn": "q"}, 'method="interlace"'),
+        ({"window": None}, "'window' is not a setting"),
+        ({"ration": 1}, "'ration' .*mean ratio"),
+        ({"method": "kv"}, "method='kv' .*one of interlace"),
+        ({"seed": None, "method": "tomesd"}, "seed=None"),
+        ({"ratio": "0.5"}, "ratio='0.5'"),
+        ({"sx": 4}, "sx=4 .*method='interlace'"),
     ],
 )
-@pytest.mark.parametrize("given", [OF_2X, {}], ids=["complete", "partial"])
-def test_settings_of_2x_that_would_merge_otherwise_are_refused_with_what_to_use(tmp_path, given, settings, instead):
+def test_settings_of_a_file_that_are_not_allowed_are_an_error_that_names_it(tmp_path, settings, message):
     path = tmp_path / "tome_config.json"
-    write_settings(path, 1, {**given, **settings})
-    with pytest.raises(ToMeConfigError, match=r"tome_config\.json") as caught:
-        ToMeConfig.load(path)
-    assert instead in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("version", "settings", "message"),
-    [
-        (2, {"match": "grid"}, 'match .*method="todo"'),
-        (2, {"window": None}, "window .*3.0"),
-        (2, {"proportional": False}, "proportional .*3.0"),
-        (2, {"method": "kv"}, "method='kv' .*method=\"interlace\""),
-        (2, {"method": "default", "ratio": 0.5}, "method='default' .*3.0"),
-        (2, {"seed": None, "method": "tomesd"}, "seed=None"),
-        (2, {"ratio": "0.5"}, "ratio='0.5'"),
-        (2, {"sx": 4}, "sx=4 .*method='interlace'"),
-        (1, {**OF_TOMESD, "ration": 1}, "'ration'"),
-        (1, {**OF_TOMESD, "ratio": 0.9}, "ratio=0.9"),
-        (1, {**OF_TOMESD, "ratio": "0.5"}, "ratio='0.5'"),
-    ],
-)
-def test_settings_of_a_file_that_are_not_allowed_are_an_error_that_names_it(tmp_path, version, settings, message):
-    path = tmp_path / "tome_config.json"
-    write_settings(path, version, settings)
+    write_settings(path, settings)
     with pytest.raises(ToMeConfigError, match=rf"tome_config\.json.*{message}"):
         ToMeConfig.load(path)
 
@@ -590,7 +472,8 @@ def test_settings_of_a_file_that_are_not_allowed_are_an_error_that_names_it(tmp_
         (b"[" * 100_000, "cannot be read"),
         (b"[]", "not a settings file"),
         (b'{"ratio": 0.5}', "not a settings file"),
-        (b'{"format": "ppdiffusers_tome.config", "version": 3, "settings": {}}', "version 3 of the format"),
+        (b'{"format": "ppdiffusers_tome.config", "version": 1, "settings": {}}', "version 1 .*only 2"),
+        (b'{"format": "ppdiffusers_tome.config", "version": 3, "settings": {}}', "version 3 .*only 2"),
         (b'{"format": "ppdiffusers_tome.config", "settings": {}}', "version None"),
         (b'{"format": "ppdiffusers_tome.config", "version": [2]}', "version \\[2\\]"),
         (b'{"format": "ppdiffusers_tome.config", "version": 2}', "no object"),

@@ -107,6 +107,7 @@ def test_random_damage_of_the_other_files(exported_folder, tmp_path):
         (set_to("files", {}), "lists no files"),
         (set_to("merging", {}), "merging is unknown or inconsistent"),
         (set_to("merging", "0.5", 0, "ratio", "half"), "merging is unknown or inconsistent"),
+        (set_to("merging", "0.5", 0, "method", None), "merging is unknown or inconsistent"),
         (set_to("merging", "0.5", 0, "default"), "merging.0.5.0: .*not 'default'"),
         (set_to("pipeline", "Popen"), "pipeline is unknown or inconsistent"),
         (set_to("residuals", 13), "residuals is unknown or inconsistent"),
@@ -115,7 +116,6 @@ def test_random_damage_of_the_other_files(exported_folder, tmp_path):
         (set_to("files", "../x", {"bytes": 1, "sha256": "0" * 64}), "files.../x"),
         (set_to("files", "/etc/passwd", {"bytes": 1, "sha256": "0" * 64}), "files./etc/passwd"),
         (set_to("files", "unet/.", {"bytes": 1, "sha256": "0" * 64}), "files.unet/."),
-        (set_to("schedule", [[1.0, 0.5], [0.5, 0.0]]), r"schedule \[\[1.0, 0.5.*export the model again"),
         (lambda data: [data], "a dictionary|an object"),
     ],
 )
@@ -123,13 +123,6 @@ def test_invalid_field_of_tome_json_is_named(copy, change, message):
     edit(copy / "tome.json", change)
     with pytest.raises(ToMeExportError, match=message):
         read_manifest(copy)
-
-
-def test_exports_of_2_x_without_a_schedule_are_read(copy):
-    """Their `tome.json` says so."""
-    expected = read_manifest(copy)
-    edit(copy / "tome.json", set_to("schedule", None))
-    assert read_manifest(copy) == expected
 
 
 def test_wrong_vae_factor_is_rejected_on_loading(copy):
