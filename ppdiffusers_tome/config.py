@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -81,9 +81,6 @@ class ToMeConfig:
         >>> ToMeConfig().effective_ratio, ToMeConfig(method="tomesd").effective_ratio
         (0.75, 0.5)
     """
-
-    # In a model of pydantic a wrong name is an error, as in a call.
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     ratio: float | None = None
     method: str = DEFAULT_METHOD

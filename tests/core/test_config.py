@@ -8,7 +8,6 @@ import pickle
 
 import numpy as np
 import pytest
-from pydantic import BaseModel, ValidationError
 
 import ppdiffusers_tome
 from ppdiffusers_tome import Grid, ToMeConfig, ToMeConfigError, ToMeError
@@ -375,47 +374,6 @@ def test_the_config_of_a_controlnet():
     for wrong in ("half", None):
         with pytest.raises(ToMeConfigError, match=f"controlnet={wrong!r} .*True, False"):
             controlnet_config(config, wrong)
-
-
-# In a model of pydantic's
-
-
-class UserSettings(BaseModel):
-    tome: ToMeConfig = ToMeConfig()
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"ratio": 0.3}, {"method": "todo", "sx": 4}, {"method": "tomesd", "use_rand": False, "seed": 2**64 - 1}],
-    ids=str,
-)
-def test_a_config_in_a_users_pydantic_model(settings):
-    config = ToMeConfig(**settings)
-    of_json = UserSettings.model_validate_json(json.dumps({"tome": settings}))
-    of_dictionary = UserSettings.model_validate({"tome": settings})
-    of_config = UserSettings(tome=config)
-    assert of_json == of_dictionary == of_config and of_config.tome == config
-    assert UserSettings.model_validate(of_config.model_dump()) == of_config
-    assert UserSettings.model_validate_json(of_config.model_dump_json()) == of_config
-    assert UserSettings.model_json_schema()["$defs"]["ToMeConfig"]["properties"].keys() == DEFAULTS.keys()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"ratio": 50}, "mean 0.5,"),
-        ({"ratio": "half"}, "ratio"),
-        ({"method": "kv"}, "must be one of interlace"),
-        ({"ration": 0.5}, "ration"),
-        ({"method": "todo", "ratio": 0.6}, "ratio=0.6"),
-    ],
-    ids=str,
-)
-def test_what_is_not_allowed_is_an_error_of_the_pydantic_model(settings, message):
-    for read in (UserSettings.model_validate, lambda given: UserSettings.model_validate_json(json.dumps(given))):
-        with pytest.raises(ValidationError) as caught:
-            read({"tome": settings})
-        assert message in str(caught.value)
 
 
 # Settings files
