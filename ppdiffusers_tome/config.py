@@ -1,24 +1,22 @@
 """ToMeConfig: the settings of token merging, validated on creation."""
 
-import json
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .errors import ParameterError, ToMeConfigError
-from .files import write_file
 from .method_names import DEFAULT_METHOD, DESCRIPTIONS
+from .methods.rules import FLAG, TOKENS, Rule, is_integer, is_number
+from .settings_file import read_settings, write_settings
 from .wording import nearest, settings_in_words
 
 if TYPE_CHECKING:
     from .methods import Method
 
-FILE_FORMAT, FILE_VERSION = "ppdiffusers_tome.config", 2
 LEVELS = (1, 2, 4, 8)
 MERGE_STEPS = ("middle", "all")
 LAYERS = ("attn", "crossattn", "mlp")  # each has a `merge_…` setting
@@ -188,8 +186,7 @@ class ToMeConfig:
         """
         method = _methods()[self.method]
         settings = {name: value for name, value in self.settings().items() if method.has(name)}
-        content = {"format": FILE_FORMAT, "version": FILE_VERSION, "settings": settings, **details}
-        write_file(Path(path), json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        write_settings(Path(path), settings, details)
 
     @classmethod
     def load(cls, path: str | Path) -> "ToMeConfig":
@@ -199,75 +196,35 @@ class ToMeConfig:
             ToMeConfigError: the file is missing or damaged, has another format or version, or contains a setting
                 that does not exist or is not allowed. The message names the file.
         """
+        settings = read_settings(Path(path))
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-            if not isinstance(content, dict) or content.get("format") != FILE_FORMAT:
-                raise ToMeConfigError(f'it is not a settings file: it must have "format": "{FILE_FORMAT}".')
-            if (version := content.get("version")) != FILE_VERSION:
-                raise ToMeConfigError(
-                    f"version {version!r:.50} of the format cannot be read, only {FILE_VERSION}: write the file again "
-                    "with this release."
-                )
-            settings = content.get("settings")
-            if not isinstance(settings, dict):
-                raise ToMeConfigError('it has no object "settings".')
             check_names(settings)
             return cls(**settings)
         except ToMeConfigError as error:
             raise ToMeConfigError(f"{path}: {error}") from None
-        except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or not JSON
-            raise ToMeConfigError(f"{path} cannot be read as a settings file: {error}") from error
 
 
 DEFAULTS = {field.name: field.default for field in fields(ToMeConfig)}
 SETTINGS = tuple(DEFAULTS)
 
 
-class Rule(NamedTuple):
-    """What a setting may be."""
-
-    allows: Callable[[Any], bool]
-    words: str  # after "it must be"
-
-
-def _is_integer(value: Any, least: int, below: float = math.inf) -> bool:
-    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
-    return is_integer and least <= int(value) < below
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, (bool, np.bool_))
-
-
-def _is_number(value: Any) -> bool:
-    if not isinstance(value, Real) or _is_flag(value):
-        return False
-    try:
-        float(value)
-    except OverflowError:  # an integer that has no float
-        return False
-    return True
-
-
-_TOKENS = Rule(lambda value: _is_integer(value, 1), "an integer number of tokens, 1 or more")
-_FLAG = Rule(_is_flag, "True or False")
 # The rule of `ratio` depends on the method, see `_check_ratio`. Which methods have a setting, their entries say.
 RULES = {
     "max_downsample": Rule(
-        lambda value: value is None or (_is_integer(value, 1) and value in LEVELS),
+        lambda value: value is None or (is_integer(value, 1) and value in LEVELS),
         "1, 2, 4 or 8, or None for the largest feature maps with attention",
     ),
-    "sx": _TOKENS,
-    "sy": _TOKENS,
-    "use_rand": _FLAG,
+    "sx": TOKENS,
+    "sy": TOKENS,
+    "use_rand": FLAG,
     "seed": Rule(
-        lambda value: _is_integer(value, 0, 2**64),
+        lambda value: is_integer(value, 0, 2**64),
         "an int from 0 to 2**64 - 1; with each, tomesd chooses other dst in each step",
     ),
-    "merge_attn": _FLAG,
-    "merge_crossattn": _FLAG,
-    "merge_mlp": _FLAG,
-    "min_tokens": Rule(lambda value: _is_integer(value, 0), "an integer number of tokens, 0 or more"),
+    "merge_attn": FLAG,
+    "merge_crossattn": FLAG,
+    "merge_mlp": FLAG,
+    "min_tokens": Rule(lambda value: is_integer(value, 0), "an integer number of tokens, 0 or more"),
     "merge_steps": Rule(
         lambda value: isinstance(value, str) and value in MERGE_STEPS,
         'one of "middle", which keeps all tokens in the first and last steps of an image, and "all"',
@@ -297,7 +254,7 @@ def why_no_method(method: Any) -> str:
 def _check_ratio(config: ToMeConfig, method: "Method") -> None:
     """Raise ParameterError if the ratio of a config is not one that its method allows with its cells."""
     value: Any = config.ratio
-    if not _is_number(value):
+    if not is_number(value):
         raise ParameterError("ratio", value, "it must be a number from 0, and below 1.")
     ratio, largest = config.effective_ratio, method.largest_ratio(config.sx, config.sy)
     of_cells = f"1 - 1/(sx·sy) = {largest:g} for sx={config.sx}, sy={config.sy}"
