@@ -9,12 +9,12 @@ from typing import Any
 import paddle
 from paddle import nn
 
-from ..config import ToMeConfig
 from ..errors import ToMePassError
 from ..families.blocks import MergeableBlock
 from ..families.grids import token_grid
 from ..families.table import Family
 from ..grid import Grid
+from ..methods import ToMeConfig
 from ..methods.plan import turn_at
 from ..methods.steps import plain_steps_of
 from ..methods.turns import turn_table

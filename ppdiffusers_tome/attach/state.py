@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import paddle
 
-from ..config import ToMeConfig
 from ..grid import Grid
+from ..methods import ToMeConfig
 from .forward import Wrap
 from .placement import Placement
 

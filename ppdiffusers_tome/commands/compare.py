@@ -23,11 +23,11 @@ from ..comparison.option_defaults import NOT_REACHED, PROMPT_COUNT, ROUNDS, STRE
 from ..comparison.pipelines import CONTROLNET, as_class, class_to_compare
 from ..comparison.results import make_result, write_result
 from ..comparison.sheets import save_jpeg
-from ..config import ToMeConfig
 from ..errors import ParameterError, ToMeConfigError
 from ..export.loading import load_eager_pipeline, model_defaults, pipeline_class, require_model_folder
 from ..families.schedules import most_steps
 from ..files import check_writable
+from ..methods import ToMeConfig
 from ..progress import StepLines
 from ..run.defaults import ModelDefaults
 from ..run.manifest import MANIFEST, Manifest, ProgramMerging, read_manifest
@@ -250,7 +250,7 @@ def _config_of(merging: ProgramMerging, folder: str) -> ToMeConfig:
     """The config that programs were exported with; ToMeConfigError if it is not one of this release."""
     try:
         return ToMeConfig(**merging.settings or {})
-    except (ToMeConfigError, TypeError) as error:  # TypeError: of a setting that is no more
+    except ToMeConfigError as error:
         raise ToMeConfigError(
             f"{folder} merges in a way that this release does not have, {merging.words} ({error}). Compare it in the "
             "release that has exported it."

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import ToMeConfig
 from ..export.layouts import EXPORT_FORMATS, LAYOUTS, RUNTIMES, DiffusersLayout, choose_layout
+from ..methods import ToMeConfig
 from ..run.manifest import Manifest, is_refiner
 from ..run.ratios import ratio_name
 from ..run.sizes import parse_size
 from ..serving.prompt_file import PROMPTS
 from ..wording import command_line
 from .image_options import add_command, naming_options
-from .merge_options import add_merge_options, add_removed_options, merge_configs
+from .merge_options import add_merge_options, merge_configs
 
 if TYPE_CHECKING:
     from ..export.request import ExportRequest
@@ -60,7 +60,6 @@ def add(commands: argparse._SubParsersAction) -> None:
         help="do not compare images of two steps with those of the model, which takes as long as it needs for them",
     )
     add_merge_options(export, "how to merge", is_single=True)
-    add_removed_options(export)
     export.set_defaults(run=_export)
 
 

@@ -4,33 +4,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..config import ToMeConfig, check_names, why_no_method
 from ..errors import ToMeConfigError
 from ..method_names import DESCRIPTIONS
+from ..methods import ToMeConfig
+from ..methods.config import check_names, why_no_method
 from .image_options import naming_options
 
 EXAMPLE = "method=todo,ratio=0.5"
-# Options of earlier releases for a setting that --merging takes now; {value} is what followed the option.
-SETTINGS_OF_2 = {
-    "--max-downsample": "max_downsample={value}",
-    "--min-tokens": "min_tokens={value}",
-    "--sx": "method=todo,sx={value}",
-    "--sy": "method=todo,sy={value}",
-    "--seed": "method=tomesd,seed={value}",
-    "--no-rand": "method=tomesd,use_rand=false",
-    "--merge-crossattn": "method=tomesd,merge_crossattn",
-    "--merge-mlp": "method=tomesd,merge_mlp",
-}
-REMOVED_OPTIONS = {  # others, with what to do instead
-    "--match": "write --method todo for grid, otherwise leave it out",
-    "--merge-attn": "write --method todo for kv, otherwise leave it out",
-    "--blend": "leave it out, a merged token is the mean of its tokens",
-    "--window": "leave it out, no method has windows",
-    "--proportional": "leave it out, no method weights merged tokens",
-    "--no-proportional": "leave it out, no method weights merged tokens",
-    "--for-gpu": "leave it out, exports have one form, which runs on CPUs and GPUs",
-    "--merge-map": "leave it out, no export has merge maps",
-}
 _WORDS = {"": True, "true": True, "false": False, "none": None}
 
 
@@ -53,30 +33,10 @@ def add_merge_options(group: argparse._ActionsContainer, about: str, is_single: 
 
 
 def _method(name: str) -> str:
-    """The name of a method, as an option takes it. For one that is gone the error says what to use."""
+    """The name of a method, as an option takes it."""
     if name not in DESCRIPTIONS:
         raise argparse.ArgumentTypeError(why_no_method(name))
     return name
-
-
-class _RemovedOption(argparse.Action):
-    """An option of an earlier release, whose error names what replaced it."""
-
-    def __init__(self, instead: str, **settings: Any) -> None:
-        super().__init__(nargs="?", help=argparse.SUPPRESS, **settings)
-        self._instead = instead
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: str | None = None
-    ) -> None:
-        parser.error(f"{option} is not an option since release 3.0: {self._instead.format(value=value or 'VALUE')}")
-
-
-def add_removed_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of earlier releases that are gone."""
-    instead = {option: f"write --merging {text}" for option, text in SETTINGS_OF_2.items()}
-    for option, text in (instead | REMOVED_OPTIONS).items():
-        command.add_argument(option, action=_RemovedOption, instead=text)
 
 
 def read_methods(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -95,11 +55,8 @@ def read_methods(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _with_own_ratio(settings: dict[str, Any]) -> dict[str, Any]:
-    from ..methods import METHODS
-
     config = ToMeConfig(**settings)
-    allows_any = METHODS[config.method].allowed_ratios(config.sx, config.sy) is None
-    return settings if allows_any else {**settings, "ratio": config.effective_ratio}
+    return settings if config.allowed_ratios is None else {**settings, "ratio": config.effective_ratio}
 
 
 def merge_configs(options: argparse.Namespace) -> list[ToMeConfig]:

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import paddle
 import ppdiffusers
 from ppdiffusers import DiffusionPipeline
+from typing_extensions import Unpack
 
 from .._version import __version__
 from ..families.pipelines import text_tokens, vae_factor
+from ..method_names import MergeSettings
 from ..replacement import replacing
 from ..run.defaults import DEFAULTS
 from ..run.folder import ONNX_WEIGHTS, FileFacts, sha256
@@ -64,7 +66,7 @@ def export_pipeline(
     overwrite: bool = False,
     progress: bool = True,
     image_check: bool = True,
-    **settings: Any,
+    **settings: Unpack[MergeSettings],
 ) -> Manifest:
     """Write a pipeline's models, with token merging, as programs; the pipeline is not changed.
 
@@ -96,8 +98,7 @@ def export_pipeline(
         progress: print a line to stderr before each program is written, which takes seconds to minutes.
         image_check: whether to compare images of two steps with those of the pipeline in eager mode, which takes as
             long as the pipeline needs for them. Not in the layout "diffusers", whose folder another library loads.
-        settings: as in `apply_tome`: method, max_downsample, sx, sy, use_rand, seed, merge_attn, merge_crossattn,
-            merge_mlp, min_tokens, merge_steps.
+        settings: as in `apply_tome`: `method`, and the settings of that method.
 
     Returns:
         The manifest that was written to `tome.json`. With layout="diffusers" it describes the programs that the folder

@@ -15,9 +15,9 @@ from paddle import nn
 from paddle.static import InputSpec
 
 from ..attach.attach import attach, detach
-from ..config import ToMeConfig
 from ..families.blocks import find_blocks
 from ..families.kernels import use_ordinary_attention
+from ..methods import ToMeConfig
 
 # Random inputs for the comparison with eager. They have the scale of real inputs, because rounding depends on it.
 Sample = Callable[[np.random.RandomState, tuple[int, ...]], np.ndarray]

@@ -419,10 +419,9 @@ def test_an_export_after_one_that_failed(tmp_path):
     [
         ({"ratios": 0.95}, "ratio=0.95"),
         ({"ratios": 0.6, "method": "todo"}, r"ratio=0.6 .* 0\.5, 0\.75 or 0"),
-        ({"ratios": 0.75, "match": "grid"}, 'match .*method="todo"'),
+        ({"ratios": 0.75, "seeds": 3}, "'seeds' .*mean seed"),
         ({"ratios": []}, "ratios is empty"),
-        ({"ratios": 0.5, "for_gpu": True}, "for_gpu .*one form"),
-        ({"ratios": None, "merge_map": True}, "merge_map .*leave it out"),
+        ({"ratios": None, "windows": 8}, "'windows' .*use ratio, method"),
         ({"ratios": (0.5, 0.5000001)}, r"ratios 0\.5 and 0\.5000001 are the same"),
         ({"ratios": ({1.0: 0.5, 0.5: 0.3}, 0.5)}, r"ratio=\{1\.0: 0\.5, 0\.5: 0\.3\} .*a number"),
         ({"sizes": [(32, 33)]}, "size='33x32'"),
