@@ -20,7 +20,7 @@ def write_file(path: Path, content: str | bytes) -> None:
     or a named pipe, is written in place.
 
     Raises:
-        OSError: the file cannot be written. The earlier one stays.
+        OSError: the file, which the error names, cannot be written. The earlier one stays.
     """
     data = content.encode() if isinstance(content, str) else content
     try:
@@ -42,9 +42,11 @@ def write_file(path: Path, content: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(target)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             unfinished.unlink()
+        if isinstance(error, OSError) and error.filename is not None:  # the unfinished file's
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     folder = os.open(target.parent, os.O_RDONLY)
     try:

@@ -38,7 +38,7 @@ class AttentionWrap(MergeWrap):
     def __init__(self, block: MergeableBlock, name: str) -> None:
         super().__init__(block.block, name)
         self._family: Family = block.family
-        self._text = block.facts.text
+        self._text, self._allows_tomesd = block.facts.text, block.merges_queries
 
     def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
         plan = self.plan()
@@ -47,7 +47,7 @@ class AttentionWrap(MergeWrap):
         check_mask(True, *args, **kwargs)
         names = self._family.attention
         projections = getattr(layer, names.image.k), getattr(layer, names.image.v)
-        keys = Keys(plan, self._text, hidden_states, projections)
+        keys = Keys(plan, self._text, hidden_states, projections, self._allows_tomesd)
         with running(now_running()._replace(keys=keys)):
             output = self.forward(layer, hidden_states, *args, **kwargs)
         if keys.calls != 2:

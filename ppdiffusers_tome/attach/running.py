@@ -22,12 +22,19 @@ class Keys:
         text: where the text is in what the projections get.
         given: the tokens that the attention gets.
         projections: of its keys and values.
+        allows_tomesd: whether queries of the block can merge.
     """
 
     def __init__(
-        self, plan: MergePlan, text: Text | None, given: paddle.Tensor, projections: tuple[nn.Layer, ...]
+        self,
+        plan: MergePlan,
+        text: Text | None,
+        given: paddle.Tensor,
+        projections: tuple[nn.Layer, ...],
+        allows_tomesd: bool,
     ) -> None:
         self._plan, self._text, self._given, self._projections = plan, text, given, projections
+        self._allows_tomesd = allows_tomesd
         self._kept: tuple[paddle.Tensor, paddle.Tensor] | None = None  # an input, and what remains of it
         self.calls = 0  # of the projections
 
@@ -45,10 +52,10 @@ class Keys:
         if self._kept is None or self._kept[0] is not tokens:
             shape, expected = tokens.shape[:2], self._given.shape[:2]
             if any(a != b for a, b in zip(shape, expected, strict=True) if -1 not in (a, b)):  # -1: in a program
+                remedy = 'use method="tomesd"' if self._allows_tomesd else "remove_tome() first"
                 raise ToMePassError(
                     f"the attention processor computes keys or values from {shape[1]} tokens of {shape[0]} images, "
-                    f"but was given {expected[1]} of {expected[0]}: set another attention processor, or use "
-                    'method="tomesd".'
+                    f"but was given {expected[1]} of {expected[0]}: set another attention processor, or {remedy}."
                 )
             stream = split(self._text, tokens, self._plan.tokens)
             self._kept = tokens, join(self._text, Stream(self._plan.merge(stream.image), stream.text))

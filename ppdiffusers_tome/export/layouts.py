@@ -105,9 +105,10 @@ def choose_layout(layout: str, format: str | None, runtime: str | None) -> Layou
 def has_diffusers_layout(folder: Path) -> bool:
     """Whether this package wrote a folder in the layout "diffusers"."""
     try:
-        return MARK in json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
+    return isinstance(index, dict) and MARK in index
 
 
 def default_format() -> str:

@@ -79,8 +79,10 @@ class Interlace(ToMeConfig):
             parts = [_whole_parts((count * average - of_last) / (count - 1))] * count
             parts[last] = of_last
         if ratio and min(parts, default=0) == PARTS:
+            # Blocks begin to leave out a part when half of one is left out; the last one may keep all of its own.
+            most = (count - (last is not None and count > 1)) / (2 * PARTS * count)
             rule = f"every block would keep all of its keys, because each keeps whole {PARTS}ths"
-            raise ParameterError("ratio", ratio, f"{rule}. The nearest ratios are 0 and {1 / PARTS:g}.")
+            raise ParameterError("ratio", ratio, f"{rule}. Pass 0, or a ratio above {most:g}.")
         return [number / PARTS for number in parts]
 
     def count_kept(self, grid: Grid, share: float) -> int:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from .jobs import Job, seed_after
 from .limits import Limits, bounded, text_type
 
 MAX_CHARACTERS = 100_000  # of a prompt
+MAX_NAME_BYTES = 200  # of a name in UTF-8
 MAX_DIGITS = 4000  # of an integer; int() reads at most 4,300
 PROMPTS = "prompts.txt"  # in a model's folder: what it can show
 GENERAL_PROMPTS = Path(__file__).with_name("general_prompts.txt")
@@ -24,6 +26,16 @@ SizeText: TypeAlias = Annotated[Size, BeforeValidator(parse_size)]  # "WIDTHxHEI
 
 class PromptFileError(ToMeConfigError):
     """A prompt file cannot be read, or a line is not allowed; the message names file, line and field."""
+
+
+def _check_name(name: str) -> str:
+    """A name that can be part of a file's name, of at most 255 bytes: in letters and digits of any script."""
+    if not re.fullmatch(r"[^\W_][\w.-]*", name) or len(name.encode()) > MAX_NAME_BYTES:
+        raise ValueError(
+            f"{name!r:.100} is not allowed: it must begin with a letter or digit, have only letters, digits, '.', '_' "
+            f"and '-', and at most {MAX_NAME_BYTES} bytes in UTF-8"
+        )
+    return name
 
 
 class Line(BaseModel):
@@ -38,7 +50,7 @@ class Line(BaseModel):
     guidance_scale: float | None = None
     size: SizeText | None = None
     ratio: float | None = Field(None, alias="tome_ratio")
-    name: str = Field("", pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")  # part of the file's name
+    name: Annotated[str, AfterValidator(_check_name)] = ""  # part of the file's name
 
 
 @dataclass(frozen=True)

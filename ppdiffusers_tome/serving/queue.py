@@ -121,8 +121,9 @@ class JobQueue:
         with self._changed:
             if self._refusal is not None:
                 raise UnavailableError(self._refusal)
-            if len(self._waiting) + self._reserved + images > self.capacity:
-                raise QueueFullError(f"{len(self._waiting)} images wait, and the queue holds {self.capacity}")
+            taken = len(self._waiting) + self._reserved
+            if taken + images > self.capacity:
+                raise QueueFullError(f"{taken} images wait, and the queue holds {self.capacity}")
             self._reserved += images
 
     def _add(self, jobs: Sequence[Job]) -> list[Ticket]:

@@ -20,7 +20,7 @@ from ppdiffusers.models.attention_processor import (
 from test_transformers import draw
 from zoo.adapters import Adapted, adapt, with_lora
 from zoo.parts import ONE_LEVEL
-from zoo.transformers import sd3
+from zoo.transformers import dit, sd3
 from zoo.videos import CrossFrameAttention
 
 from ppdiffusers_tome import Grid, ToMeConfigError, ToMePassError, merge, unmerge
@@ -297,6 +297,13 @@ def test_processors_that_project_part_of_the_batch_are_an_error_with_a_remedy(pr
         run(unet.apply_tome())
     assert run(unet.apply_tome(method="tomesd")).shape == plain.shape
     np.testing.assert_array_equal(run(unet.remove_tome()), plain)
+
+
+def test_no_error_recommends_tomesd_where_it_is_one():
+    model = dit()
+    find_blocks(model)[0].block.attn1.set_processor(PerturbedGuidance())
+    with pytest.raises(ToMePassError, match=r"processor, or remove_tome\(\) first"):
+        draw(dit, model.apply_tome())
 
 
 @METHODS

@@ -412,6 +412,13 @@ def test_a_settings_file_gives_back_the_settings(tmp_path, method):
     assert ToMeConfig.load(path) == other
 
 
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    path = tmp_path / "missing" / "tome.json"
+    with pytest.raises(FileNotFoundError) as caught:
+        ToMeConfig().save(path)
+    assert caught.value.filename == str(path)
+
+
 def test_settings_that_a_file_lacks_have_their_defaults(tmp_path):
     path = tmp_path / "tome_config.json"
     for settings in ({}, {"method": "todo"}, {"ratio": 0.5}):

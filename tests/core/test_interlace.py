@@ -1,6 +1,7 @@
 """interlace keeps other keys in each step: which, in which blocks, and that only the timestep decides."""
 
 import copy
+import re
 from functools import partial
 
 import numpy as np
@@ -107,12 +108,16 @@ def test_the_summary_lists_the_keys_of_each_block():
 
 
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.02])
-def test_a_ratio_that_rounds_to_nothing_names_the_nearest_and_changes_nothing(unet, ratio):
+def test_a_ratio_that_rounds_to_nothing_names_the_smallest_and_changes_nothing(unet, ratio):
     before = traces(unet)
-    with pytest.raises(ToMeConfigError, match=rf"ratio={ratio} .*0 and 0\.0625"):
+    with pytest.raises(ToMeConfigError, match=rf"ratio={ratio} .*Pass 0, or a ratio above 0\.0\d+") as caught:
         unet.apply_tome(ratio, method="interlace")
     assert traces(unet) == before
-    assert sum(shares(unet, 0.0625)) < 16 * len(shares(unet, 0.0625))
+    smallest = float(re.search(r"above ([0-9.]+)\.$", str(caught.value))[1])
+    with pytest.raises(ToMeConfigError):
+        unet.apply_tome(smallest - 1e-4)
+    merged = shares(unet, smallest + 1e-4)
+    assert sum(merged) < 16 * len(merged)
 
 
 # A pass

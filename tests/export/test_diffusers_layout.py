@@ -40,7 +40,7 @@ from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.export import diffusers_layout, loading
 from ppdiffusers_tome.export import export as export_module
 from ppdiffusers_tome.export.comparison import relative_difference
-from ppdiffusers_tome.export.layouts import MARK, MODEL_FORMATS, DiffusersLayout
+from ppdiffusers_tome.export.layouts import MARK, MODEL_FORMATS, DiffusersLayout, has_diffusers_layout
 from ppdiffusers_tome.inference import Size, export_pipeline
 from ppdiffusers_tome.run.onnx_weights import external_places
 from ppdiffusers_tome.run.runtime import FUSED_TOLERANCE, load_module
@@ -140,6 +140,12 @@ def test_weights_are_beside_their_model(plain_form, fused_form, name):
         places = [external_places(tensor) for tensor in model(folder, name).graph.initializer]
         assert {place["location"] for place in places if place} == {"model.onnx_data"}
         assert (folder / name / "model.onnx").stat().st_size < 1e6
+
+
+@pytest.mark.parametrize("content", ["7", "[]", "no JSON"])
+def test_a_folder_with_another_index_is_not_one_of_these(tmp_path, content):
+    (tmp_path / "model_index.json").write_text(content)
+    assert not has_diffusers_layout(tmp_path)
 
 
 def test_the_folder_has_nothing_else(plain_form):

@@ -101,9 +101,13 @@ def test_null_is_the_default(tmp_path):
         ('{"prompt": "a", "size": "%sx32"}' % ("9" * 5000), "size: size='9+ is not allowed"),
         ('{"prompt": "a", "tome_ratio": 0.3}', "tome_ratio: ratio 0.3 was not exported"),
         ('{"prompt": "a", "tome_ratio": false}', "tome_ratio: Input should be a valid number, not False"),
-        ('{"prompt": "a", "name": "../a"}', r"name: String should match pattern .*, not '../a'"),
-        ('{"prompt": "a", "name": "a\\n"}', "name: String should match pattern"),
-        ('{"prompt": "a", "name": ""}', "name: String should match pattern .*, not ''"),
+        (
+            '{"prompt": "a", "name": "../a"}',
+            r"name: '../a' is not allowed: it must begin with a letter or digit, have",
+        ),
+        ('{"prompt": "a", "name": "a\\n"}', r"name: 'a\\n' is not allowed: it must begin"),
+        ('{"prompt": "a", "name": ""}', "name: '' is not allowed: it must begin"),
+        ('{"prompt": "a", "name": "%s"}' % ("狐" * 67), "name: .* at most 200 bytes in UTF-8"),
     ],
 )
 def test_invalid_line_is_named_with_its_number_and_field(tmp_path, line, message):
@@ -341,14 +345,16 @@ def test_resumed_run_writes_the_same_images(tmp_path, exported_folder, capsys):
 def test_image_has_metadata_and_does_not_depend_on_its_batch(tmp_path, exported_folder, capsys):
     prompts = tmp_path / "prompts.jsonl"
     lines = [
-        {"prompt": "fox", "seed": 7, "name": "fox"},
+        {"prompt": "fox", "seed": 7, "name": "狐_1"},
         {"prompt": "étoile", "size": "48x32", "tome_ratio": 0.0},
         {"prompt": "owl", "negative_prompt": "red"},
     ]
     prompts.write_text("\n".join(map(json.dumps, lines)))
     out = tmp_path / "out"
     assert main(command(prompts, exported_folder, out, "--steps", "2", "--batch", "3", "--seed", "40")) == 0
-    fox, star, owl = (Image.open(io.BytesIO(path.read_bytes())) for path in sorted(out.glob("0*.png")))
+    paths = sorted(out.glob("0*.png"))
+    assert paths[0].name.startswith("000000-狐_1-")
+    fox, star, owl = (Image.open(io.BytesIO(path.read_bytes())) for path in paths)
     assert json.loads(star.text["ppdiffusers_tome"])["seed"] == 41 and star.size == (48, 32)
     metadata, engine = json.loads(owl.text["ppdiffusers_tome"]), load_engine(exported_folder, threads=1)
     assert metadata.items() >= {

@@ -148,7 +148,8 @@ def test_an_image_that_is_decoded_has_its_place():
     queue, may_load = make(capacity=2), threading.Event()
     with requests(queue) as submit:
         decoding = submit(JOB, load_image=lambda: may_load.wait(20) and START)
-        assert isinstance(submit(JOB, JOB).exception(), QueueFullError) and not queue.is_idle
+        refused = submit(JOB, JOB).exception()
+        assert isinstance(refused, QueueFullError) and "1 images wait" in str(refused) and not queue.is_idle
         assert queue.next_call(0) is None and not decoding.done()
         may_load.set()
         until(lambda: submit.turn() or queue.waiting)

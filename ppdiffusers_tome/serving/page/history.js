@@ -80,10 +80,14 @@ export async function saveEntry(entry, current) {
 }
 
 async function clearHistory() {
-  entries.forEach((entry) => $("thumbnails").querySelector("[aria-current]")?.dataset.id !== entry.id && forget(entry));
+  const cleared = entries; // not those of other models, which share the store
+  cleared.forEach((entry) => $("thumbnails").querySelector("[aria-current]")?.dataset.id !== entry.id && forget(entry));
   entries = [];
   showThumbnails(null);
-  await attempt(() => finished(store("readwrite").clear()));
+  await attempt(() => {
+    const write = store("readwrite");
+    return Promise.all(cleared.map((entry) => finished(write.delete(entry.id))));
+  });
 }
 
 const timeOf = (entry) =>
