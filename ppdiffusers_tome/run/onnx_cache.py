@@ -23,7 +23,7 @@ from .folder import ExportedFolder, file_state, sha256
 from .onnx_weights import OPTIMIZED, SharedWeights, weight_files
 from .validation import STRICT
 
-FORMAT = 3  # increase it when `onnx_attention.fuse_attention`, `onnx_gpu.halve` or the files change
+FORMAT = 4  # increase it when `onnx_attention.fuse_attention`, `onnx_gpu.halve` or the files change
 INDEX, LOCK = "index.json", "lock"
 
 
