@@ -30,7 +30,7 @@ from .diffusers_layout import check_loadable, write_layout
 from .exportable import READERS, applied_merging, check_pipeline, controlnet_of, is_xl, sizes_for, text_encoders
 from .layouts import DiffusersLayout, Layout, choose_layout
 from .programs import Traceable, count_residuals
-from .request import DenoiserMerging, ExportRequest, list_merging, list_sizes, make_configs
+from .request import PLAIN, DenoiserMerging, ExportRequest, list_merging, list_sizes, make_configs
 from .tracing import TracedProgram, compare_in_onnx_runtime, convert
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ class _Writer:
 
         If the export has no plain UNets, it is written as ONNX for the edits only, and is not compared.
         """
-        traceable, edits = self._denoiser(DenoiserMerging(None, None)), {}
+        traceable, edits = self._denoiser(PLAIN), {}
         if edited:
             from .onnx_merging import prepare_edits  # here, because onnx is optional
 

@@ -109,10 +109,9 @@ def halve(model: onnx.ModelProto) -> onnx.ModelProto:
     for tensor in graph.initializer:
         if tensor.name in outside:  # one number stands for each
             tensor.CopyFrom(numpy_helper.from_array(np.ones([1] * len(tensor.dims), "float32"), tensor.name))
-    precise = _precise(graph)
-    operators = [*float16.DEFAULT_OP_BLOCK_LIST, *OF_TIMESTEP]
+    precise = sorted(_precise(graph))
     model = float16.convert_float_to_float16(
-        model, keep_io_types=True, disable_shape_infer=True, op_block_list=operators, node_block_list=sorted(precise)
+        model, keep_io_types=True, disable_shape_infer=True, node_block_list=precise
     )
     made: set[str] = set()
 
