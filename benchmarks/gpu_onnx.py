@@ -40,7 +40,6 @@ MERGED = {
     "interlace 0.75": {"ratio": 0.75, "merge_steps": "all"},
     "todo 0.75": {"ratio": 0.75, "method": "todo"},
     "todo 0.5": {"ratio": 0.5, "method": "todo"},
-    "tomesd 0.5": {"ratio": 0.5, "method": "tomesd"},
 }
 PLAIN, DEFAULT, CHECKERBOARD = "plain", "interlace 0.75", "todo 0.5"
 MAIN = [PLAIN, "interlace 0.5", DEFAULT, "todo 0.75", CHECKERBOARD]
@@ -49,9 +48,9 @@ PREDICTED = {DEFAULT: 0.75, "interlace 0.5": 0.5, CHECKERBOARD: 0.5}
 PRODUCT = {"prefer_nhwc": "1"}  # the options of `OnnxRuntime`
 FORMS = {"channels first": {}, "CUDA graph": {**PRODUCT, "enable_cuda_graph": "1"}}
 CELLS = {  # (px, batch): programs
-    (512, 2): [PLAIN, *MERGED],
+    (512, 2): MAIN,
     (768, 2): MAIN,
-    (1024, 2): [PLAIN, *MERGED],
+    (1024, 2): MAIN,
     (1536, 2): MAIN,
     (512, 8): MAIN,
     (1024, 8): MAIN,

@@ -43,7 +43,7 @@ from .exportable import (
 from .image_check import compare_images
 from .layouts import DiffusersLayout, Layout, choose_layout
 from .programs import Traceable, count_residuals
-from .request import DenoiserMerging, ExportRequest, list_merging, list_sizes, make_configs
+from .request import PLAIN, DenoiserMerging, ExportRequest, list_merging, list_sizes, make_configs
 from .tracing import TracedProgram, compare_in_onnx_runtime, convert
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ class _Writer:
 
         If the export has no plain UNets, it is written as ONNX for the edits only, and is not compared.
         """
-        traceable, edits = self._denoiser(DenoiserMerging(None, None)), {}
+        traceable, edits = self._denoiser(PLAIN), {}
         if edited:
             from .onnx_merging import prepare_edits  # here, because onnx is optional
 

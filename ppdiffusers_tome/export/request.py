@@ -70,6 +70,9 @@ class DenoiserMerging:
         return ProgramMerging(self.ratio, words, unet.settings())
 
 
+PLAIN = DenoiserMerging(None, None)
+
+
 @dataclass(frozen=True)
 class ExportRequest:
     """What `export_pipeline` writes, except the pipeline.
@@ -174,15 +177,14 @@ def list_merging(configs: Sequence[ToMeConfig], controlnet: bool | float) -> tup
     Raises:
         ToMeConfigError: `controlnet` is not allowed, or is a ratio, and the UNet does not merge at any ratio.
     """
-    by_ratio: dict[float, DenoiserMerging] = {}
+    merging = []
     for config in configs:
         of_controlnet = config.for_controlnet(controlnet)
-        merging = DenoiserMerging(config, of_controlnet) if config.effective_ratio else DenoiserMerging(None, None)
-        by_ratio[merging.ratio] = merging
-    if configs and not any(by_ratio) and not isinstance(controlnet, bool) and controlnet:
+        merging.append(DenoiserMerging(config, of_controlnet) if config.effective_ratio else PLAIN)
+    if configs and not any(one.ratio for one in merging) and not isinstance(controlnet, bool) and controlnet:
         rule = "the UNet does not merge at any of the ratios, and ratio 0 is plain in the ControlNet too."
         raise ParameterError("controlnet", controlnet, rule)
-    return tuple(by_ratio.values())
+    return tuple({one.ratio: one for one in merging}.values())
 
 
 def list_sizes(sizes: Iterable[tuple[int, int]] | int | None) -> tuple[Size, ...] | None:

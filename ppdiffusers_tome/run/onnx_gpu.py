@@ -1,9 +1,4 @@
-"""Change ONNX programs for GPUs: fused attention, and float16 on request.
-
-The kernels of fused attention need heads of one width, a multiple of 8. In programs that builds before 3.0 exported
-with other methods, the heads of queries and keys may have one more channel, for the sizes of merged tokens. ONNX
-Runtime then computes attention step by step: the results are the same, at half the speed.
-"""
+"""Change ONNX programs for GPUs: fused attention, and float16 on request."""
 
 import copy
 from collections.abc import Iterator
@@ -14,20 +9,17 @@ import onnx
 from onnx import TensorProto, numpy_helper
 from onnx.external_data_helper import uses_external_data
 
+from ..errors import ParameterError
 from .folder import ExportedFolder
 from .onnx_attention import fuse_attention
 from .onnx_cache import cached
 from .onnx_graph import casts, drop_unused, rewrite
 from .onnx_weights import ALIGNMENT, IN_MEMORY, SharedWeights, external_places, set_places
 
-# Comparisons decide which tokens merge. They stay in float32, and so do the nodes between ROUNDED nodes and them.
-# Otherwise one kernel compares a similarity that another has rounded, and more tokens merge than have room.
-COMPARING = ("TopK", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal")
-ROUNDED = ("Conv", "LayerNormalization", "MatMul", "Div", "ReduceMax", "ArgMax")
-SQUARES = "ReduceSum"  # of squared tokens: in float16 infinite from a root mean square of 14 on, with 320 channels
-SUMS = "ScatterElements"  # of merged tokens, as in eager mode: summed in float32, and rounded once
-ANGLES = ("Sin", "Cos")  # of the time embedding: of up to 1000 rad, which float16 has to 0.5
-WHOLE = ("Floor",)  # of a timestep, by which tokens take turns: the same of numbers up to 1000
+# Operators on what is computed from the timestep, which stays in float32 with them. By it tokens take turns, steps are
+# plain, and angles of the time embedding are up to 1000 rad; float16 has no fractions of that.
+OF_TIMESTEP = ("Sin", "Cos", "Floor", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal")
+SORTS = "TopK"  # of similarities, in programs of methods that merge the most similar tokens
 
 
 def gpu_program(path: Path) -> bytes:
@@ -42,10 +34,11 @@ def half_program(folder: ExportedFolder, path: Path) -> Path:
 
     Raises:
         OSError: the folder cannot be written.
+        ToMeConfigError: the program merges the most similar tokens.
     """
 
     def write(target: Path, weights: SharedWeights) -> None:
-        model = halve(_fused(path))
+        model = _half(path)
         for tensor, data in _large_weights(model, path):
             weights.place(tensor, data.tobytes())
         onnx.save(model, str(target))
@@ -55,7 +48,7 @@ def half_program(folder: ExportedFolder, path: Path) -> Path:
 
 def half_in_memory(path: Path) -> tuple[bytes, bytes]:
     """The same program for a folder that cannot be written, and its weights: the content of its file IN_MEMORY."""
-    model, content = halve(_fused(path)), bytearray()
+    model, content = _half(path), bytearray()
     for tensor, data in _large_weights(model, path):
         content += bytes(-len(content) % ALIGNMENT)
         del tensor.external_data[:]
@@ -82,10 +75,23 @@ def _fused(path: Path) -> onnx.ModelProto:
     return model
 
 
+def _half(path: Path) -> onnx.ModelProto:
+    """The program of an `.onnx` file in float16, with fused attention."""
+    model = _fused(path)
+    if any(node.op_type == SORTS for node in model.graph.node):
+        raise ParameterError(
+            "precision",
+            "fp16",
+            f"{path.name} merges the most similar tokens, and float16 rounds similarities. Pass precision='fp32', or "
+            "export with a method that compares no tokens, such as method='interlace'.",
+        )
+    return halve(model)
+
+
 def halve(model: onnx.ModelProto) -> onnx.ModelProto:
     """Convert a program to float16. The data type of weights in other files changes, but not their data.
 
-    Inputs and outputs stay in float32, and so do the sums of merged tokens and what decides which tokens merge.
+    Inputs and outputs stay in float32, and so does what is computed from the timestep: see OF_TIMESTEP.
 
     Args:
         model: a program with the types of its values; it is changed.
@@ -103,10 +109,9 @@ def halve(model: onnx.ModelProto) -> onnx.ModelProto:
     for tensor in graph.initializer:
         if tensor.name in outside:  # one number stands for each
             tensor.CopyFrom(numpy_helper.from_array(np.ones([1] * len(tensor.dims), "float32"), tensor.name))
-    precise = _precise(graph)
-    operators = [*float16.DEFAULT_OP_BLOCK_LIST, *ANGLES, *WHOLE, SUMS]
+    precise = sorted(_precise(graph))
     model = float16.convert_float_to_float16(
-        model, keep_io_types=True, disable_shape_infer=True, op_block_list=operators, node_block_list=sorted(precise)
+        model, keep_io_types=True, disable_shape_infer=True, node_block_list=precise
     )
     made: set[str] = set()
 
@@ -143,20 +148,11 @@ def _keep_precise(model: onnx.ModelProto) -> None:
 def _precise(graph: onnx.GraphProto) -> set[str]:
     """The names of the nodes that stay in float32."""
     makers = {name: node for node in graph.node for name in node.output}
-    floats = {v.name for v in graph.value_info if v.type.tensor_type.elem_type == TensorProto.FLOAT}
-    comparing = [node for node in graph.node if node.op_type in COMPARING]
-    names = {node.name for node in comparing}
-    for starts, ends in ((comparing, ROUNDED), ([n for n in graph.node if n.op_type in (*ANGLES, *WHOLE)], ())):
-        values = [name for node in starts for name in node.input]
-        while values:
-            value = values.pop()
-            node = makers.get(value)
-            if node is None or node.op_type in ("Constant", *ends) or node.name in names:
-                continue
-            if value in floats or not ends:
-                names.add(node.name)
-                if node.op_type == SQUARES:
-                    names.add(makers[node.input[0]].name)  # the multiplication; tokens stay in float16
-                else:
-                    values += node.input
+    nodes = [node for node in graph.node if node.op_type in OF_TIMESTEP]
+    names: set[str] = set()
+    while nodes:
+        node = nodes.pop()
+        if node.name not in names:
+            names.add(node.name)
+            nodes += [makers[name] for name in node.input if name in makers]
     return names

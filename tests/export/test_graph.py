@@ -28,8 +28,10 @@ from ppdiffusers_tome.inference import export_pipeline, read_manifest
 from ppdiffusers_tome.methods.interlace import remaining
 from ppdiffusers_tome.methods.steps import PLAIN_STEPS
 from ppdiffusers_tome.methods.turns import turns_of
+from ppdiffusers_tome.run.folder import ExportedFolder
 from ppdiffusers_tome.run.onnx_attention import fuse_attention
-from ppdiffusers_tome.run.onnx_gpu import halve
+from ppdiffusers_tome.run.onnx_gpu import half_program, halve
+from ppdiffusers_tome.run.onnx_graph import casts
 from ppdiffusers_tome.run.runtime import load_module
 
 # The first and the fifth keep all tokens; so do two of the last, which are noise levels.
@@ -208,6 +210,17 @@ def test_an_edit_adds_one_gather_of_tokens_to_each_block_and_changes_no_other_no
     assert len(gathers) == len(find_blocks(two_levels()["unet"])) == 7
     operators = {node.op_type for node in own}
     assert {"Gather", "Slice", "Where"} <= operators and not operators & {"Einsum", "MatMul", "NonZero", "TopK"}
+
+
+def test_what_is_computed_of_the_timestep_is_never_rounded_to_float16(export, tmp_path):
+    """Neither between two steps nor in a constant: turns, plain steps and angles would be others."""
+    folder = shutil.copytree(export[0], tmp_path / "export")
+    model = onnx.load(str(half_program(ExportedFolder(folder), folder / "onnx/unet_40x32_0.75.onnx")))
+    makers = {name: node for node in model.graph.node for name in node.output}
+    nodes = [node for node in model.graph.node if node.op_type != "Resize"]  # whose scales are exact
+    used = [makers[name] for node in nodes for name in node.input if name in makers]
+    in_float32 = [node.input[0] for node in used if casts(node, TensorProto.FLOAT)]
+    assert in_float32 and not {makers[name].op_type for name in in_float32 if name in makers} & {"Cast", "Constant"}
 
 
 def test_weights_are_shared_by_all_ratios(export):
