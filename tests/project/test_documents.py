@@ -24,6 +24,7 @@ from zoo import ZOO
 
 import ppdiffusers_tome
 from ppdiffusers_tome import ToMeConfig, cli, config, grid, inference, wording
+from ppdiffusers_tome.comparison import clock
 from ppdiffusers_tome.families.models import find_blocks
 from ppdiffusers_tome.methods import METHODS, matching, plan
 
@@ -34,7 +35,7 @@ OPTION = r"--[a-z][a-z0-9-]*"
 HISTORY = ["CHANGELOG.md"]  # it quotes commands of its time
 
 
-@pytest.mark.parametrize("module", [config, wording, grid, plan, matching], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [config, wording, grid, plan, matching, clock], ids=lambda module: module.__name__)
 def test_examples_in_docstrings(module):
     tests = [test for test in doctest.DocTestFinder().find(module, extraglobs=NAMES) if test.examples]
     assert tests
