@@ -22,6 +22,7 @@ from zoo import ZOO
 
 import ppdiffusers_tome
 from ppdiffusers_tome import ToMeConfig, cli, grid, inference, wording
+from ppdiffusers_tome.comparison import clock
 from ppdiffusers_tome.families.blocks import find_blocks
 from ppdiffusers_tome.methods import METHODS, config, matching, plan
 
@@ -37,7 +38,7 @@ OF_METHODS = [sys.modules[method.__module__] for method in METHODS.values()]
 
 
 @pytest.mark.parametrize(
-    "module", [config, *OF_METHODS, wording, grid, plan, matching], ids=lambda module: module.__name__
+    "module", [config, *OF_METHODS, wording, grid, plan, matching, clock], ids=lambda module: module.__name__
 )
 def test_examples_in_docstrings(module):
     tests = [test for test in doctest.DocTestFinder().find(module, extraglobs=NAMES) if test.examples]
