@@ -13,7 +13,7 @@ from pydantic import AllowInfNan, ConfigDict, Field, TypeAdapter, ValidationErro
 from pydantic.dataclasses import dataclass
 
 from ..config import DEFAULTS
-from ..errors import ParameterError, ToMeConfigError, ToMeExportError
+from ..errors import FolderError, ParameterError, ToMeConfigError, ToMeExportError
 from ..replacement import earlier_folder
 from ..wording import method_in_words, settings_in_words
 from .folder import ONNX_WEIGHTS, ExportedFolder, FileFacts
@@ -326,7 +326,8 @@ def read_manifest(folder: str | Path, verify: bool | None = None) -> Manifest:
             because Paddle crashes on a damaged program; None only compares sizes.
 
     Raises:
-        ToMeExportError: the folder was not exported by this package, is damaged, or comes from a newer version.
+        FolderError: the folder was not exported by this package.
+        ToMeExportError: it is damaged, or comes from a newer version.
     """
     return open_export(folder, verify)[1]
 
@@ -342,7 +343,7 @@ def open_export(folder: str | Path, verify: bool | None) -> tuple[ExportedFolder
         )
     if not path.is_file():
         reason = f"has no {MANIFEST}, so it is not an exported pipeline" if folder.is_dir() else "is not a folder"
-        raise ToMeExportError(
+        raise FolderError(
             f"{folder} {reason}: create one with python -m ppdiffusers_tome export --model DIR --output DIR."
         )
     try:
