@@ -2,14 +2,15 @@
 
 import argparse
 import io
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from ._version import __version__
 from .commands import compare_options, export, generate, merge_onnx, serve
-from .errors import ToMeError
-from .replacement import TERMINATED, exit_on_sigterm
+from .errors import NoMergeableLayerError, ToMeConfigError, ToMeError
+from .signals import ENDINGS, signals_as_errors
 from .wording import PROGRAM, command_line, nearest
 
 Command: TypeAlias = Callable[[argparse._SubParsersAction], None]  # adds a command to the command line
@@ -21,7 +22,7 @@ example:
   {PROGRAM} serve --model build/scenes --open
 
 {PROGRAM} COMMAND --help lists the options of a command."""
-INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
+FAILED, USAGE = 1, 2  # exit statuses; docs/troubleshooting.md has all
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +47,7 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Run one command; returns its exit status, as `exit_status`.
 
-    1 is also for a goal that is missed (`compare`) or an image that failed (`generate`).
+    FAILED is also for a goal that is missed (`compare`) or an image that failed (`generate`).
 
     Args:
         options: of `read_arguments`.
@@ -57,8 +58,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         "export": ": nothing was written",
         "merge-onnx": ": nothing was written",
     }.get(options.command, "")
-    with exit_on_sigterm():
-        return exit_status(lambda: options.run(options, arguments), remedy)
+    return exit_status(lambda: options.run(options, arguments), remedy)
 
 
 def _hint(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
@@ -78,27 +78,27 @@ def escape_unprintable() -> None:
 
 
 def exit_status(run: Callable[[], int], remedy: str = "") -> int:
-    """What `run` returns; 2 for an invalid argument, 1 for a file that cannot be used, 130 after Ctrl-C, 143 if ended.
+    """What `run` returns, or USAGE for an argument that is not allowed, FAILED for any other error that is expected.
 
-    Errors are one line on stderr, which names options of the command line. `remedy` is what a user can do after
-    Ctrl-C or SIGTERM.
+    After Ctrl-C it is 130 and after SIGTERM 143, whatever error a library makes of it. Errors are one line on stderr,
+    which names options of the command line.
+
+    Args:
+        run: the command.
+        remedy: what a user can do after Ctrl-C or SIGTERM.
     """
-    try:
-        return run()
-    except ToMeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"interrupted{remedy}", file=sys.stderr)
-        return INTERRUPTED
-    except SystemExit as end:
-        if end.code != TERMINATED:
-            raise
-        print(f"terminated{remedy}", file=sys.stderr)
-        return TERMINATED
+    with signals_as_errors() as received:
+        try:
+            return run()
+        except BaseException as error:
+            if received or isinstance(error, KeyboardInterrupt):
+                number = signal.Signals(received[0]) if received else signal.SIGINT
+                print(f"{ENDINGS[number]}{remedy}", file=sys.stderr)
+                return 128 + number
+            if not isinstance(error, (ToMeError, OSError)):
+                raise
+            print(f"error: {error}", file=sys.stderr)
+            return USAGE if isinstance(error, (ToMeConfigError, NoMergeableLayerError)) else FAILED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -53,6 +53,10 @@ class ToMeExportError(ToMeError, RuntimeError):
     """A pipeline cannot be exported, its program differs from the model, or an exported folder cannot be used."""
 
 
+class FolderError(ToMeConfigError, ToMeExportError):
+    """A folder that was passed cannot be used for this: it is no export, or it has other content."""
+
+
 class ExportChangedError(ToMeExportError):
     """The files of an exported folder are not those that were loaded, so a program would not match the others."""
 

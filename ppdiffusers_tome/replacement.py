@@ -3,23 +3,21 @@
 import fcntl
 import os
 import re
+import secrets
 import shutil
-import signal
-import tempfile
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-TERMINATED = 128 + signal.SIGTERM  # exit status after SIGTERM, as in shells
+from .signals import signals_as_errors
 
 
 @contextmanager
 def replacing(folder: Path, overwrite: bool = True) -> Iterator[Path]:
     """A temporary folder beside `folder` that replaces it on success, and is deleted on any error.
 
-    SIGTERM is such an error, SystemExit, unless the program handles that signal itself.
+    SIGTERM is such an error, as `signals_as_errors` describes.
 
     Without `overwrite` it only takes the place of a folder that is missing or empty then.
 
@@ -42,10 +40,9 @@ def replacing(folder: Path, overwrite: bool = True) -> Iterator[Path]:
     _delete_leftovers(target)
     with ExitStack() as stack:
         partial = stack.enter_context(_locked_partial(target))
-        stack.enter_context(exit_on_sigterm())
+        stack.enter_context(signals_as_errors())
         try:
             yield partial
-            partial.chmod(0o755)  # mkdtemp's is private
             _swap(partial, target, overwrite)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -85,7 +82,9 @@ def _aside(target: Path) -> Path:
 
 
 def _make_partial(target: Path) -> Path:
-    return Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    partial.mkdir()  # not by `tempfile`, which makes private folders: umask and parent decide the mode of a new one
+    return partial
 
 
 @contextmanager
@@ -108,7 +107,7 @@ def _locked_partial(target: Path) -> Iterator[Path]:
 
 def _partials(target: Path) -> list[Path]:
     """The temporary folders of all processes that replace `target`, or were killed while they did."""
-    name = re.compile(rf"\.{re.escape(target.name)}\.[a-z0-9_]{{8}}\.partial")
+    name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.partial")
     return [path for path in target.parent.iterdir() if name.fullmatch(path.name)]
 
 
@@ -188,24 +187,3 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def exit_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit(143), unless the program handles that signal itself.
-
-    So what is half-written is deleted, as after an error. The default action would do nothing in the first process of
-    a container: the kernel ignores it there, also if the process sends the signal to itself.
-    """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(TERMINATED)
-
-    signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

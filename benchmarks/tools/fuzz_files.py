@@ -4,7 +4,7 @@
 
 Half of the damages are to tome.json, the others to all files in turn. Each damaged folder is loaded in a process that
 may crash. If it loads, `generate` must write the intact export's image; in a tenth of the other cases `generate` must
-exit with status 2. The exit status is 1 after a finding: a traceback, a crash, a hang, a failed or a different image.
+end with an error. The exit status is 1 after a finding: a traceback, a crash, a hang, a failed or a different image.
 """
 
 import argparse
@@ -134,7 +134,7 @@ def load(folder: Path) -> str:
 
 def generate(folder: Path, output: Path) -> str:
     """Run `generate` with a folder: "generated", "refused", or a finding."""
-    from ppdiffusers_tome.cli import main
+    from ppdiffusers_tome.cli import FAILED, USAGE, main
 
     (prompts := folder.parent / "prompts.txt").write_text("a 3d render of fox\n")
     arguments = ["--model", folder, "--prompts", prompts, "--output", output, "--threads", 1]
@@ -145,7 +145,8 @@ def generate(folder: Path, output: Path) -> str:
         except BaseException:
             return traceback.format_exc()
     made = len(list(output.glob("*.png"))) if output.exists() else 0
-    if "Traceback" in printed.getvalue() or (status, made) not in ((0, 1), (2, 0)):
+    is_refused = status in (FAILED, USAGE) and "\nerror: " in f"\n{printed.getvalue()}" and not made
+    if "Traceback" in printed.getvalue() or not (is_refused or (status, made) == (0, 1)):
         return f"status {status}, {made} images: {printed.getvalue()}"
     return "generated" if made else "refused"
 

@@ -33,7 +33,7 @@ for line in sys.stdin:
     library.fflush(None)  # output of C++
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
-    print("{DONE}", flush=True)
+    print("\\n{DONE}", flush=True)  # on a line of its own, also after text of C++ without a newline
 """
 # Paddle 3 stores these attributes as float64. paddle2onnx 2.1 raises an error on the first, and misreads the others.
 FLOAT32 = {"1.nearest_interp": "scale", "1.group_norm": "epsilon", "1.pad3d": "pad_value"}

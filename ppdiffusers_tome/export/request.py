@@ -7,7 +7,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from ..errors import ParameterError, ToMeConfigError, ToMeExportError
+from ..errors import FolderError, ParameterError, ToMeConfigError
 from ..methods import ToMeConfig
 from ..methods.config import check_names
 from ..replacement import check_replaceable
@@ -89,8 +89,8 @@ class ExportRequest:
 
     Raises:
         ToMeConfigError: there are no ratios or sizes, or several for a layout with one.
-        ToMeExportError: the folder cannot be written, or has other content; or a package that the formats need is
-            not installed.
+        FolderError: the folder cannot be written, or has other content.
+        ToMeExportError: a package that the formats need is not installed.
     """
 
     folder: Path
@@ -118,13 +118,13 @@ class ExportRequest:
         try:
             check_replaceable(folder, self.overwrite)
         except OSError as error:
-            raise ToMeExportError(f"{folder} cannot be written ({error.strerror or error}): pass another.") from error
+            raise FolderError(f"{folder} cannot be written ({error.strerror or error}): pass another.") from error
         if folder.exists() and not folder.is_dir():
-            raise ToMeExportError(f"{folder} is a file: pass a folder to write to.")
+            raise FolderError(f"{folder} is a file: pass a folder to write to.")
         is_export = (folder / MANIFEST).is_file() or has_diffusers_layout(folder)
         if folder.is_dir() and any(folder.iterdir()) and not (self.overwrite and is_export):
             remedy = "pass overwrite=True (--overwrite)" if is_export else "pass another folder"
-            raise ToMeExportError(f"{folder} exists and is not empty: {remedy}.")
+            raise FolderError(f"{folder} exists and is not empty: {remedy}.")
 
     def _check_ratios(self, merging: tuple[DenoiserMerging, ...]) -> None:
         if not merging:

@@ -20,6 +20,7 @@ from ..run.manifest import Files, PlannedProgram
 from ..run.onnx_runtime import OnnxProgram, OnnxRuntime
 from ..run.paddle_runtime import PaddleRuntime
 from ..run.runtime import FUSED_TOLERANCE, Program, error_summary, return_memory
+from ..signals import signals_held_back
 from .comparison import TOLERANCE, Comparison, check
 from .conversion import Converter
 from .programs import Traceable
@@ -186,7 +187,7 @@ def write_program(traceable: Traceable, folder: Path, fixed: Mapping[str, int], 
     """
     spec = [{field.name: field.spec(fixed) for field in traceable.inputs}]
     try:
-        with warnings.catch_warnings(), _without_auto_cast():
+        with warnings.catch_warnings(), _without_auto_cast(), signals_held_back("the program is traced"):
             warnings.simplefilter("ignore")  # Paddle's tracer warns about code of Paddle and ppdiffusers
             layer = _ByName(traceable.layer)
             layer.eval()

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx.inliner import inline_local_functions
 
-from ..errors import ParameterError, ToMeConfigError, ToMeExportError
+from ..errors import FolderError, ParameterError, ToMeConfigError, ToMeExportError
 from ..methods import ToMeConfig
 from ..methods.interlace import PARTS
 from ..replacement import check_replaceable, replacing
@@ -149,14 +149,14 @@ def _check_output(model: Path, output: Path, overwrite: bool) -> None:
     try:
         check_replaceable(output, overwrite)
     except OSError as error:
-        raise ToMeExportError(f"{output} cannot be written ({error.strerror or error}): pass another.") from error
+        raise FolderError(f"{output} cannot be written ({error.strerror or error}): pass another.") from error
     if output.exists() and not output.is_dir():
-        raise ToMeExportError(f"{output} is a file: pass a folder to write to.")
+        raise FolderError(f"{output} is a file: pass a folder to write to.")
     if output.is_dir() and any(output.iterdir()):
         is_earlier = any(is_merged(read_program(path)) for path in output.rglob("*.onnx"))
         if not (overwrite and is_earlier):
             remedy = "pass --overwrite" if is_earlier else "pass another folder"
-            raise ToMeExportError(f"{output} exists and is not empty: {remedy}.")
+            raise FolderError(f"{output} exists and is not empty: {remedy}.")
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ..errors import ToMeExportError
+from ..errors import FolderError
 from .manifest import Format, Manifest
 
 RUNTIME_FORMATS: dict[str, Format] = {"paddle": "paddle", "onnxruntime": "onnx", "openvino": "onnx"}
@@ -19,11 +19,11 @@ def default_runtime(manifest: Manifest, device: str) -> str:
 
 
 def check_format(folder: Path, manifest: Manifest, runtime: str) -> None:
-    """Raise ToMeExportError if a folder has no programs for a runtime of this name."""
+    """Raise FolderError if a folder has no programs for a runtime of this name."""
     if RUNTIME_FORMATS[runtime] not in manifest.formats:
         missing = {"paddle": "Paddle", "onnx": "ONNX"}[RUNTIME_FORMATS[runtime]]
         others = [name for name, format in RUNTIME_FORMATS.items() if format in manifest.formats]
-        raise ToMeExportError(
+        raise FolderError(
             f"{folder} has no {missing} programs: load it in the runtime {' or '.join(others)}, or export it with "
             "--format both."
         )

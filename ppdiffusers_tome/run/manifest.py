@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AllowInfNan, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from ..errors import ToMeConfigError, ToMeExportError
+from ..errors import FolderError, ToMeConfigError, ToMeExportError
 from ..replacement import earlier_folder
 from .folder import ExportedFolder, FileFacts
 from .format_1 import in_current_format
@@ -187,7 +187,8 @@ def read_manifest(folder: str | Path, verify: bool | None = None) -> Manifest:
             because Paddle crashes on a damaged program; None only compares sizes.
 
     Raises:
-        ToMeExportError: the folder was not exported by this package, is damaged, or comes from a newer version.
+        FolderError: the folder was not exported by this package.
+        ToMeExportError: it is damaged, or comes from a newer version.
     """
     return open_export(folder, verify)[1]
 
@@ -203,7 +204,7 @@ def open_export(folder: str | Path, verify: bool | None) -> tuple[ExportedFolder
         )
     if not path.is_file():
         reason = f"has no {MANIFEST}, so it is not an exported pipeline" if folder.is_dir() else "is not a folder"
-        raise ToMeExportError(
+        raise FolderError(
             f"{folder} {reason}: create one with python -m ppdiffusers_tome export --model DIR --output DIR."
         )
     try:

@@ -2,7 +2,7 @@
 
 import threading
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,21 @@ from .runtime import Program, Runtime, load_error, load_module
 
 PRECISIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 Lengths = tuple[tuple[str, int, int], ...]  # (input, axis, length) of each dynamic axis
+
+
+@cache
+def core() -> Any:
+    """OpenVINO's core, one for the process.
+
+    On a CPU with AMX, each core that compiles gives its thread a stack for signal handlers. When the second of two
+    ends, the stack is one that is gone, and Ctrl-C crashes the process (openvino 2026.4.1).
+
+    Raises:
+        ToMeExportError: OpenVINO is not installed.
+    """
+    core = load_module("openvino").Core()
+    core.set_property({"ENABLE_MMAP": False})  # or a file that is overwritten would change what is computed
+    return core
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +50,10 @@ class OpenVinoRuntime(Runtime):
         super().__post_init__()
         if self.precision not in PRECISIONS:
             raise ParameterError("precision", self.precision, f"it must be one of {[*PRECISIONS]}.")
-        core = load_module("openvino").Core()
-        available = [device.lower() for device in core.available_devices]
+        available = [device.lower() for device in core().available_devices]
         if str(self.device).lower() not in available:
             raise ParameterError("device", self.device, f"OpenVINO finds {', '.join(available)}.")
-        has = core.get_property(self.device.upper(), "OPTIMIZATION_CAPABILITIES")
+        has = core().get_property(self.device.upper(), "OPTIMIZATION_CAPABILITIES")
         if self.precision != "fp32" and self.precision.upper() not in has:
             raise ParameterError("precision", self.precision, f"the device {self.device} does not have it: use fp32.")
 
@@ -67,9 +81,6 @@ class OpenVinoProgram(Program):
         }
         if self._device == "CPU":
             self._settings["INFERENCE_NUM_THREADS"] = runtime.cores()
-        self._openvino = load_module("openvino")
-        self._core = self._openvino.Core()
-        self._core.set_property({"ENABLE_MMAP": False})  # or a file that is overwritten would change what is computed
         with self._reading():
             shapes = _input_shapes(self._read())
         self.inputs = [*shapes]
@@ -89,7 +100,7 @@ class OpenVinoProgram(Program):
                     try:
                         self._compiled[key] = self._compile(key)
                     except Exception as error:
-                        raise load_error(self._openvino, self._path, error) from error
+                        raise load_error(load_module("openvino"), self._path, error) from error
             compiled = self._compiled[key]
             outputs = compiled([*arrays.values()])
             return [paddle.to_tensor(outputs[output]) for output in compiled.outputs]
@@ -100,13 +111,13 @@ class OpenVinoProgram(Program):
         for name, axis, length in lengths or ():
             shapes[name][axis] = length
         model.reshape(dict(enumerate(shapes.values())))
-        return self._core.compile_model(model, self._device, self._settings)
+        return core().compile_model(model, self._device, self._settings)
 
     def _read(self) -> Any:
         try:
-            return self._core.read_model(self._path)
+            return core().read_model(self._path)
         except Exception as error:
-            raise load_error(self._openvino, self._path, error) from error
+            raise load_error(load_module("openvino"), self._path, error) from error
 
 
 def _input_shapes(model: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import paddle
 
 from ..cores import usable_cores
 from ..errors import ParameterError, ToMeExportError, install_command
+from ..signals import signals_held_back
 from .folder import ExportedFolder
 from .manifest import Files, ProgramFile
 
@@ -108,6 +109,7 @@ def load_module(name: str) -> ModuleType:
         ToMeExportError: it is not installed.
     """
     try:
-        return importlib.import_module(name)
+        with signals_held_back(f"{name} is imported"):
+            return importlib.import_module(name)
     except ImportError as error:
         raise ToMeExportError(f"{error}. The runtime {name} needs: {install_command('onnx')}") from error

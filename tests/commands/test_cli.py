@@ -13,15 +13,15 @@ import paddle
 import pytest
 
 from ppdiffusers_tome import __version__
-from ppdiffusers_tome.cli import _parser, main
+from ppdiffusers_tome.cli import FAILED, _parser, main
 from ppdiffusers_tome.commands import compare, export, generate
 from ppdiffusers_tome.errors import install_command
 from ppdiffusers_tome.method_names import DEFAULT_METHOD, DESCRIPTIONS
 from ppdiffusers_tome.methods import METHODS
-from ppdiffusers_tome.replacement import TERMINATED
 from ppdiffusers_tome.run.formats import RUNTIME_FORMATS
 from ppdiffusers_tome.run.pipeline import RUNTIMES
 from ppdiffusers_tome.serving.offline import LOCK
+from ppdiffusers_tome.signals import TERMINATED
 
 COMMANDS = ("compare", "export", "generate", "merge-onnx", "serve")
 PADDLE = {"paddle", "paddlenlp", "ppdiffusers"}
@@ -147,7 +147,7 @@ def test_a_missing_folder_is_named_before_a_hub(command, tmp_path, monkeypatch, 
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("ppdiffusers_tome.export.loading.download_index", no_such_model)
-    assert main([command, "--model", "examples/scenes_sd", "--output", "out"]) == 2
+    assert main([command, "--model", "examples/scenes_sd", "--output", "out"]) == FAILED
     error = capsys.readouterr().err
     assert error.startswith(f"error: examples/scenes_sd is not a folder in {tmp_path}, and could not be loaded as")
 

@@ -42,6 +42,7 @@ from ppdiffusers_tome.export import export as export_module
 from ppdiffusers_tome.export.comparison import relative_difference
 from ppdiffusers_tome.export.layouts import MARK, MODEL_FORMATS, DiffusersLayout, has_diffusers_layout
 from ppdiffusers_tome.inference import Size, export_pipeline
+from ppdiffusers_tome.run import openvino_runtime
 from ppdiffusers_tome.run.onnx_weights import external_places
 from ppdiffusers_tome.run.runtime import FUSED_TOLERANCE, load_module
 
@@ -194,12 +195,11 @@ def test_openvino_reads_the_names_of_inputs_and_outputs(plain_form):
 
 
 def test_openvino_files_compute_the_same(onnx_folder, plain_form, tmp_path):
-    openvino = load_module("openvino")
     folder = write(tmp_path / "out", onnx_folder, format="openvino")
     for name in MODELS:
         files = {path.name for path in (folder / name).iterdir()}
         assert files == {"config.json", "openvino_model.xml", "openvino_model.bin"}
-    compiled = openvino.Core().compile_model(
+    compiled = openvino_runtime.core().compile_model(
         folder / "unet" / "openvino_model.xml", "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
     )
     assert {name for value in compiled.inputs for name in value.names} == {

@@ -28,11 +28,11 @@ from ppdiffusers_tome.inference import export_pipeline, read_manifest
 from ppdiffusers_tome.methods.interlace import remaining
 from ppdiffusers_tome.methods.steps import PLAIN_STEPS
 from ppdiffusers_tome.methods.turns import turns_of
+from ppdiffusers_tome.run import openvino_runtime
 from ppdiffusers_tome.run.folder import ExportedFolder
 from ppdiffusers_tome.run.onnx_attention import fuse_attention
 from ppdiffusers_tome.run.onnx_gpu import half_program, halve
 from ppdiffusers_tome.run.onnx_graph import casts
-from ppdiffusers_tome.run.runtime import load_module
 
 # The first and the fifth keep all tokens; so do two of the last, which are noise levels.
 TIMESTEPS = (999, 700.4, 501, 480.5, 51, 1, 1.3, 0.25, -0.4, -1.2)
@@ -66,8 +66,7 @@ def in_onnxruntime(program):
 
 
 def in_openvino(program):
-    openvino = load_module("openvino")
-    compiled = openvino.compile_model(openvino.Core().read_model(program), "CPU")
+    compiled = openvino_runtime.core().compile_model(openvino_runtime.core().read_model(program), "CPU")
     return lambda **inputs: compiled(inputs)["indices"].tolist()
 
 

@@ -1,6 +1,7 @@
 """Exports as ONNX: they convert, and compute in ONNX Runtime and OpenVINO what eager computes."""
 
 import importlib
+import json
 import re
 import shutil
 import subprocess
@@ -24,7 +25,7 @@ from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeExportError, match
 from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.export import comparison, onnx_fixes, programs
-from ppdiffusers_tome.export.conversion import Converter
+from ppdiffusers_tome.export.conversion import DONE, SCRIPT, Converter
 from ppdiffusers_tome.grid import Grid
 from ppdiffusers_tome.inference import (
     OnnxRuntime,
@@ -36,7 +37,7 @@ from ppdiffusers_tome.inference import (
     load_pipeline,
     read_manifest,
 )
-from ppdiffusers_tome.run import onnx_graph
+from ppdiffusers_tome.run import onnx_graph, openvino_runtime
 from ppdiffusers_tome.run.folder import ExportedFolder
 from ppdiffusers_tome.run.manifest import Files, PlannedProgram, ProgramMerging
 from ppdiffusers_tome.run.onnx_cpu import fused
@@ -581,6 +582,16 @@ def test_the_converter_works_again_after_it_was_aborted(tmp_path):
     assert process.poll() == 0
 
 
+def test_the_converter_is_heard_after_output_without_a_newline(tmp_path, monkeypatch):
+    """Otherwise both processes would wait for each other. Here its input ends, so that it does too."""
+    (tmp_path / "paddle2onnx.py").write_text("import os\nexport = lambda *_, **__: os.write(1, b'[Paddle2ONNX] done')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    files = json.dumps(["inference.json", "inference.pdiparams", "inference.onnx"])
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, input=2 * f"{files}\n", capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == 2 * ["[Paddle2ONNX] done", DONE]
+
+
 def test_precision_needs_hardware(monkeypatch, tmp_path, capsys):
     """Also as a backend of benchmarks/bench.py, before anything is exported."""
 
@@ -590,7 +601,7 @@ def test_precision_needs_hardware(monkeypatch, tmp_path, capsys):
         def get_property(self, device, name):
             return ["FP32", "INT8"]
 
-    monkeypatch.setattr("openvino.Core", Core)
+    monkeypatch.setattr(openvino_runtime, "core", Core)
     with pytest.raises(ToMeConfigError, match=r"precision='bf16' .*cpu"):
         choose_runtime("openvino", precision="bf16")
     output = tmp_path / "result.json"
@@ -603,6 +614,7 @@ def test_precision_needs_hardware(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_missing_packages_are_named(runtime, monkeypatch, tiny, tmp_path):
     monkeypatch.setitem(sys.modules, runtime, None)
+    monkeypatch.setattr(openvino_runtime, "core", openvino_runtime.core.__wrapped__)  # this process has made one
     with pytest.raises(ToMeExportError, match=r"pip install .*/requirements/onnx\.txt"):
         choose_runtime(runtime)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -656,12 +668,32 @@ def test_openvino_compiles_for_the_first_shapes_and_once_for_all_others(onnx_fol
 
 
 def test_bf16_is_near_fp32(onnx_folder):
-    if "BF16" not in load_module("openvino").Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+    if "BF16" not in openvino_runtime.core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         pytest.skip("this CPU has no bf16")
     path = unets_of(onnx_folder / "onnx")[0]
     runtimes = (OpenVinoRuntime(threads=1, precision=name) for name in ("fp32", "bf16"))
     exact, rounded = (outputs_of(load_file(runtime, path))[0] for runtime in runtimes)
     assert 0 < abs(rounded - exact).mean() < 0.05 * abs(exact).mean()
+
+
+def test_ctrl_c_after_a_program_of_openvino_has_ended_is_no_crash(onnx_folder):
+    """In a process of its own, where no other core has been."""
+    script = """
+import gc, os, signal, sys
+from ppdiffusers_tome.inference import load_pipeline
+for _ in range(2):
+    pipe = load_pipeline(sys.argv[1], runtime="openvino", threads=1)
+    pipe("a fox", height=32, width=40, num_inference_steps=1)
+    del pipe
+    gc.collect()
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    signal.pause()
+except KeyboardInterrupt:
+    print("ended as it should")
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(onnx_folder)], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("ended as it should\n"), done.stderr
 
 
 def test_state_that_paddle_leaves_behind_is_not_exported(tiny, tmp_path, converter, monkeypatch):

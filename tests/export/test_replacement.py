@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from contextlib import ExitStack, suppress
@@ -11,15 +12,17 @@ from pathlib import Path
 import pytest
 
 from ppdiffusers_tome import replacement
-from ppdiffusers_tome.replacement import TERMINATED, check_replaceable, earlier_folder, replacing
+from ppdiffusers_tome.replacement import check_replaceable, earlier_folder, replacing
+from ppdiffusers_tome.signals import TERMINATED
 
-# Loads the module alone, which takes no time, and ends the process before its nth rename or while it writes.
+# Loads the module without its package, which takes no time, and ends the process before its nth rename or while it
+# writes.
 SCRIPT = """
-import importlib.util, os, signal, sys, time
+import os, signal, sys, time, types
 from pathlib import Path
-spec = importlib.util.spec_from_file_location("replacement", sys.argv[1])
-replacement = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(replacement)
+sys.modules["package"] = types.ModuleType("package")
+sys.modules["package"].__path__ = [str(Path(sys.argv[1]).parent)]
+from package import replacement
 renames_left, rename = int(sys.argv[3]), os.rename
 def rename_or_die(*names):
     global renames_left
@@ -211,6 +214,20 @@ def test_a_temporary_folder_that_another_process_locks_first(folder, monkeypatch
     with ExitStack() as other:
         replace(folder)
     assert content(folder) == "new" and names(folder) == ["out"] and len(made) == 2
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o002])
+def test_the_umask_decides_who_may_read_a_folder(folder, umask):
+    """Also in a shared folder, whose group is that of all that is in it: the set-group-ID bit stays."""
+    folder.parent.chmod(0o2770)
+    before = os.umask(umask)
+    try:
+        replace(folder)
+        replace(folder.parent / "new")
+    finally:
+        os.umask(before)
+    modes = {stat.S_IMODE((folder.parent / name).stat().st_mode) for name in ("out", "new")}
+    assert modes == {0o2777 & ~umask}
 
 
 def test_signals_are_left_to_the_program_that_handles_them(folder, monkeypatch):

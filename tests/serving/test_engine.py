@@ -35,7 +35,7 @@ from serving_support import LIMITS, OPENAI, TEXT, FakeEngine, serving, until
 from zoo.parts import ONE_DEPTH, ONE_LEVEL, SDXL, sdxl, unet
 
 from ppdiffusers_tome import ToMeConfigError, ToMeError, ToMeExportError
-from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.cli import FAILED, USAGE, main
 from ppdiffusers_tome.commands import serve as serve_command
 from ppdiffusers_tome.errors import install_command
 from ppdiffusers_tome.inference import load_pipeline, read_manifest
@@ -278,8 +278,9 @@ def test_scheduler_that_fails_here_is_refused(unipc_folder, tmp_path, capsys):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a fox")
     output = str(tmp_path / "out")
-    for command in (["serve", "--port", "0"], ["generate", "--prompts", str(prompts), "--output", output]):
-        assert main([*command, "--model", str(unipc_folder), "--threads", "1"]) == 2
+    generate = ["generate", "--prompts", str(prompts), "--output", output]
+    for command, status in ((["serve", "--port", "0"], FAILED), (generate, USAGE)):
+        assert main([*command, "--model", str(unipc_folder), "--threads", "1"]) == status
         assert reason in capsys.readouterr().err
     assert not list(tmp_path.glob("out/*.png"))
 
@@ -370,9 +371,9 @@ def test_damaged_weights_are_refused_or_give_no_image(damaged_folder):
 
 def test_server_does_not_start_with_damaged_weights(damaged_folder, capsys):
     serve = ["serve", "--model", str(damaged_folder), "--port", "0", "--threads", "1"]
-    assert main(serve) == 2
+    assert main(serve) == FAILED
     assert "differs from the exported file" in capsys.readouterr().err
-    assert main([*serve, "--no-verify"]) == 2
+    assert main([*serve, "--no-verify"]) == FAILED
     assert "an image has values that are not finite" in capsys.readouterr().err, "from the first warm-up image"
 
 
@@ -561,12 +562,12 @@ def test_port_in_use(exported_folder, ray, capsys):
 
 def test_missing_packages_are_named_with_the_requirements_file(exported_folder, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert main(["serve", "--model", str(exported_folder), "--threads", "1", "--ray"]) == 2
+    assert main(["serve", "--model", str(exported_folder), "--threads", "1", "--ray"]) == FAILED
     assert f"--ray needs: {install_command('ray')}" in capsys.readouterr().err
     for name in ("uvicorn", "python_multipart", "prometheus_client"):
         with monkeypatch.context() as missing:
             missing.setitem(sys.modules, name, None)
-            assert main(["serve", "--model", str(exported_folder)]) == 2
+            assert main(["serve", "--model", str(exported_folder)]) == FAILED
         message = capsys.readouterr().err
         assert name in message and f"Serving needs: {install_command('serve')}" in message
 
