@@ -32,6 +32,7 @@ from .diffusers_layout import check_loadable, write_layout
 from .exportable import (
     READERS,
     applied_merging,
+    check_merging,
     check_pipeline,
     controlnet_of,
     is_xl,
@@ -135,6 +136,7 @@ def write_export(pipe: DiffusionPipeline, request: ExportRequest) -> Manifest:
     if isinstance(layout, DiffusersLayout):
         check_loadable(pipe, layout)
     merging = request.merging or (applied_merging(pipe),)
+    check_merging(pipe, merging)
     sizes = sizes_for(pipe, request.sizes)
     image_to_image = needs_encoder(pipe, request.image_to_image)
     models = other_models(text_encoders(pipe), image_to_image)

@@ -6,8 +6,9 @@ with programs in its place. `STANDS_FOR` has the classes and configs of which th
 
 import importlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ppdiffusers
@@ -21,10 +22,11 @@ from ppdiffusers import (
 )
 from ppdiffusers.transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-from ..attach.attach import config_of
+from ..attach.attach import choose_blocks, config_of
 from ..errors import ToMeConfigError, ToMeExportError
 from ..families.grids import latent_grid
-from ..families.pipelines import vae_factor
+from ..families.pipelines import text_tokens, vae_factor
+from ..run.defaults import ModelDefaults, read_defaults
 from ..run.manifest import TEXT_ENCODERS
 from ..run.models import ExportedUNet
 from ..run.pipeline import COPIED
@@ -111,7 +113,16 @@ STANDS_FOR = {  # by program
 
 
 def check_pipeline(pipe: DiffusionPipeline, image_to_image: bool) -> None:
-    """Raise ToMeExportError unless a pipeline can be exported; `image_to_image` as in an ExportRequest."""
+    """Raise unless a pipeline can be exported.
+
+    Args:
+        pipe: the pipeline.
+        image_to_image: as in an ExportRequest.
+
+    Raises:
+        ToMeExportError: it is of a class, or has a component, that an export cannot have.
+        ToMeConfigError: as `defaults_of`.
+    """
     cls = type(pipe)
     if cls.__name__ not in READERS:
         raise ToMeExportError(f"{cls.__name__} cannot be exported: only {', '.join(READERS)} can. {EAGER}")
@@ -128,6 +139,28 @@ def check_pipeline(pipe: DiffusionPipeline, image_to_image: bool) -> None:
     for name in COPIED:
         if vars(pipe).get(name) is not None:
             library_of(name, getattr(pipe, name))
+    _check_tokens(pipe)
+    defaults_of(pipe)  # which is copied, and read, when the programs are written
+
+
+def check_merging(pipe: DiffusionPipeline, merging: Iterable[DenoiserMerging]) -> None:
+    """Raise, before any program is written, what `attach` raises for the models of a program.
+
+    Raises:
+        ToMeConfigError, NoMergeableLayerError: as `attach`.
+    """
+    controlnet = controlnet_of(pipe)
+    for one in merging:
+        if one.unet is not None:
+            choose_blocks(pipe.unet, one.unet, None)
+        if one.controlnet is not None and controlnet is not None:
+            choose_blocks(controlnet, one.unet or one.controlnet, one.controlnet)
+
+
+def defaults_of(pipe: DiffusionPipeline) -> ModelDefaults:
+    """The recommended settings in the folder that a pipeline was loaded from; errors are those of `read_defaults`."""
+    folder = pipe.config.get("_name_or_path")  # None of a pipeline that was made in Python
+    return read_defaults(Path(folder)) if folder else ModelDefaults()
 
 
 def needs_encoder(pipe: DiffusionPipeline, image_to_image: bool) -> bool:
@@ -150,7 +183,8 @@ def library_of(name: str, component: Any) -> str:
             return library
     raise ToMeExportError(
         f"the pipeline's {name} is of the class {cls.__module__}.{cls.__name__}, but an export is loaded with classes "
-        f"of {', '.join(LIBRARIES)} only: set another {name}. {EAGER}"
+        f"of {', '.join(LIBRARIES)} only: set another {name} for the export, and yours in the pipeline that "
+        "load_pipeline returns."
     )
 
 
@@ -216,3 +250,15 @@ def _check_components(pipe: DiffusionPipeline) -> None:
         raise ToMeExportError("IP-Adapters cannot be exported: load the pipeline without one.")
     if any(getattr(block, "b1", None) is not None for block in unet.up_blocks):
         raise ToMeExportError("FreeU cannot be exported: call disable_freeu() of the pipeline first.")
+
+
+def _check_tokens(pipe: DiffusionPipeline) -> None:
+    """Raise ToMeExportError if prompts are padded to more tokens than a text encoder has positions for."""
+    tokens = text_tokens(pipe)
+    for name in text_encoders(pipe):
+        positions = getattr(getattr(pipe, name).config, "max_position_embeddings", tokens)
+        if tokens > positions:
+            raise ToMeExportError(
+                f"the tokenizer pads prompts to {tokens} tokens, but the {name} has {positions} positions: set "
+                f"model_max_length to {positions} in tokenizer_config.json, or in the pipeline's tokenizers."
+            )
