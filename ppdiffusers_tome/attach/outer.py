@@ -1,7 +1,24 @@
 """The wraps of layers outside of blocks: they begin a pass, and read its timestep and its token grids.
 
-A pass begins when one of the layers that come first in a model runs again. Where a later layer is the first that runs
-with a wrap, as after the first `apply_tome`, its pass began without merging, and stays plain.
+A call of a layer belongs to the last pass of its thread, unless the layer begins the next one. A layer that may begin
+a pass does so when it runs again, which means that it has already run in the last one:
+
+layer           wrap             may begin a pass                  in which models it comes first
+--------------  ---------------  --------------------------------  -----------------------------------------------
+timestep layer  TimestepWrap     in every model                    UNets, their ControlNets, FLUX, CogVideoX,
+                                                                   VCtrl, HunyuanVideo
+transformer     TransformerWrap  the first that merges, in a UNet  UNets whose timestep is not read
+                                 without a timestep layer
+grid layer      GridWrap         outside of UNets, and in such a   Stable Diffusion 3, PixArt, DiT, VQ-Diffusion,
+                                 transformer                       Wan
+block           BlockWrap        never                             none
+
+The first `apply_tome` may install the wraps while a pass runs, and nothing merges in that pass: if the first layer
+that runs in a thread may not begin a pass, it joins one that has begun before. After such a pass, any layer that may
+begin a pass does.
+
+Gradient checkpointing runs a transformer or a block again after its pass, with an input that is recorded. Such a call
+belongs to the pass of its input.
 """
 
 from typing import Any
@@ -32,8 +49,8 @@ class PassWrap(Wrap):
         attachment: of the denoiser.
     """
 
+    may_begin = False  # whether the layer begins a pass when it runs again
     is_recomputed = False  # whether gradient checkpointing may run the layer again without what came before it
-    is_first = False  # whether the layer is one of those that come first in a model
 
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
@@ -41,10 +58,6 @@ class PassWrap(Wrap):
 
     def is_like(self, other: "PassWrap") -> bool:
         return self.attachment is other.attachment
-
-    def begins(self, before: Pass) -> bool:
-        """Whether a pass begins when the layer runs again after a pass in which it ran."""
-        return False
 
     def enter(self, layer: nn.Layer, x: paddle.Tensor) -> Pass:
         """The pass to which a call with the input x belongs."""
@@ -54,13 +67,10 @@ class PassWrap(Wrap):
         known = self.records.find(x) if keeps_records and (current is None or is_again) else None
         if known is not None:
             current = attachment.continue_with(known)
-        elif current is None or current.is_joined:
-            if self.is_first:
-                current = attachment.begin()
-            elif current is None:
-                current = attachment.join()
-        elif is_again and self.begins(current):
+        elif self.may_begin and (is_again or current is None or current.is_joined):
             current = attachment.begin()
+        elif current is None:
+            current = attachment.join()
         current.seen.add(self)
         if keeps_records and layer.training:
             self.records.add(x, current)
@@ -75,21 +85,18 @@ class TimestepWrap(PassWrap):
         family: of its blocks.
     """
 
+    may_begin = True
+
     def __init__(self, attachment: Attachment, family: Family) -> None:
         super().__init__(attachment)
         self._family = family
         self._tables = Cache()
 
-    is_first = True
-
-    def begins(self, before: Pass) -> bool:
-        return True
-
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         timestep = _first(args, kwargs)
-        one = self.enter(layer, timestep)
-        if one.applied is not None and one.applied.config.takes_turns:
-            one.timestep = read_timestep(timestep, one.applied.config, self._family, self._tables)
+        current = self.enter(layer, timestep)
+        if current.applied is not None and current.applied.config.takes_turns:
+            current.timestep = read_timestep(timestep, current.applied.config, self._family, self._tables)
         return self.forward(layer, *args, **kwargs)
 
 
@@ -98,17 +105,14 @@ class TransformerWrap(PassWrap):
 
     Args:
         attachment: of the denoiser.
-        is_first: whether no layer before it has a wrap.
+        may_begin: whether it begins a pass when it runs again.
     """
 
     is_recomputed = True
 
-    def __init__(self, attachment: Attachment, is_first: bool) -> None:
+    def __init__(self, attachment: Attachment, may_begin: bool) -> None:
         super().__init__(attachment)
-        self.is_first = is_first
-
-    def begins(self, before: Pass) -> bool:
-        return True
+        self.may_begin = may_begin
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         self.enter(layer, _first(args, kwargs))
@@ -127,18 +131,14 @@ class GridWrap(PassWrap):
     def __init__(self, attachment: Attachment, block: MergeableBlock, transformer: TransformerWrap | None) -> None:
         super().__init__(attachment)
         self._family: Family = block.family
-        self._transformer = transformer
-        self.is_first = transformer is None or transformer.is_first
-
-    def begins(self, before: Pass) -> bool:
-        """Unless the wrap of the transformer has begun the pass, which a cache in its place leaves out."""
-        return self._transformer not in before.seen
+        # In a UNet also in place of its transformer, whose wrap a cache may leave out.
+        self.may_begin = transformer is None or transformer.may_begin
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         x = _first(args, kwargs)
-        one = self.enter(layer, x)
-        if one.applied is not None and one.applied.merges:
-            one.grids[self] = token_grid(self._family, layer, x, one.grids.get(self))
+        current = self.enter(layer, x)
+        if current.applied is not None and current.applied.merges:
+            current.grids[self] = token_grid(self._family, layer, x, current.grids.get(self))
         return self.forward(layer, *args, **kwargs)
 
     def check(self, grid: Grid, tokens: int) -> None:
