@@ -1,7 +1,24 @@
 """The wraps of layers outside of blocks: they begin a pass, and read its timestep and its token grids.
 
-A pass begins when one of the layers that come first in a model runs again. Where a later layer is the first that runs
-with a wrap, as after the first `apply_tome`, its pass began without merging, and stays plain.
+A call of a layer belongs to the last pass of its thread, unless the layer begins the next one. A layer that may begin
+a pass does so if the last one has already run it, or a block:
+
+layer           wrap             may begin a pass                  in which models it comes first
+--------------  ---------------  --------------------------------  -----------------------------------------------
+timestep layer  TimestepWrap     in every model                    UNets, their ControlNets, FLUX, CogVideoX,
+                                                                   VCtrl, HunyuanVideo
+transformer     TransformerWrap  the first that merges, in a UNet  UNets whose timestep is not read
+                                 without a timestep layer
+grid layer      GridWrap         outside of UNets, and of such a   Stable Diffusion 3, PixArt, DiT, VQ-Diffusion,
+                                 transformer unless its wrap ran   Wan
+block           BlockWrap        never                             none
+
+The first `apply_tome` may install the wraps while a pass runs, and nothing merges in that pass: if the first layer
+that runs in a thread may not begin a pass, it joins one that has begun before, and so does a block if its grid layer
+or its timestep layer has not run in the pass. After such a pass, any layer that may begin a pass does.
+
+Gradient checkpointing runs a transformer or a block again after its pass, with an input that is recorded. Such a call
+belongs to the pass of its input.
 """
 
 from typing import Any
@@ -33,7 +50,6 @@ class PassWrap(Wrap):
     """
 
     is_recomputed = False  # whether gradient checkpointing may run the layer again without what came before it
-    is_first = False  # whether the layer is one of those that come first in a model
 
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
@@ -42,8 +58,8 @@ class PassWrap(Wrap):
     def is_like(self, other: "PassWrap") -> bool:
         return self.attachment is other.attachment
 
-    def begins(self, before: Pass) -> bool:
-        """Whether a pass begins when the layer runs again after a pass in which it ran."""
+    def may_begin(self, current: Pass | None) -> bool:
+        """Whether the layer may begin the pass after the current one."""
         return False
 
     def enter(self, layer: nn.Layer, x: paddle.Tensor) -> Pass:
@@ -54,12 +70,11 @@ class PassWrap(Wrap):
         known = self.records.find(x) if keeps_records and (current is None or is_again) else None
         if known is not None:
             current = attachment.continue_with(known)
-        elif current is None or current.is_joined:
-            if self.is_first:
-                current = attachment.begin()
-            elif current is None:
-                current = attachment.join()
-        elif is_again and self.begins(current):
+        elif current is None:
+            current = attachment.begin()
+            if not self.may_begin(None):
+                current.mark_partial()
+        elif self.may_begin(current) and (is_again or current.reached_blocks or current.is_partial):
             current = attachment.begin()
         current.seen.add(self)
         if keeps_records and layer.training:
@@ -80,16 +95,14 @@ class TimestepWrap(PassWrap):
         self._family = family
         self._tables = Cache()
 
-    is_first = True
-
-    def begins(self, before: Pass) -> bool:
+    def may_begin(self, current: Pass | None) -> bool:
         return True
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         timestep = _first(args, kwargs)
-        one = self.enter(layer, timestep)
-        if one.applied is not None and one.applied.config.takes_turns:
-            one.timestep = read_timestep(timestep, one.applied.config, self._family, self._tables)
+        current = self.enter(layer, timestep)
+        if current.applied is not None and current.applied.config.takes_turns:
+            current.timestep = read_timestep(timestep, current.applied.config, self._family, self._tables)
         return self.forward(layer, *args, **kwargs)
 
 
@@ -107,8 +120,8 @@ class TransformerWrap(PassWrap):
         super().__init__(attachment)
         self.is_first = is_first
 
-    def begins(self, before: Pass) -> bool:
-        return True
+    def may_begin(self, current: Pass | None) -> bool:
+        return self.is_first
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         self.enter(layer, _first(args, kwargs))
@@ -128,17 +141,18 @@ class GridWrap(PassWrap):
         super().__init__(attachment)
         self._family: Family = block.family
         self._transformer = transformer
-        self.is_first = transformer is None or transformer.is_first
 
-    def begins(self, before: Pass) -> bool:
-        """Unless the wrap of the transformer has begun the pass, which a cache in its place leaves out."""
-        return self._transformer not in before.seen
+    def may_begin(self, current: Pass | None) -> bool:
+        """In a UNet only in place of its transformer, whose wrap a cache may leave out."""
+        if self._transformer is None:
+            return True
+        return self._transformer.is_first and (current is None or self._transformer not in current.seen)
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         x = _first(args, kwargs)
-        one = self.enter(layer, x)
-        if one.applied is not None and one.applied.merges:
-            one.grids[self] = token_grid(self._family, layer, x, one.grids.get(self))
+        current = self.enter(layer, x)
+        if current.applied is not None and current.applied.merges:
+            current.grids[self] = token_grid(self._family, layer, x, current.grids.get(self))
         return self.forward(layer, *args, **kwargs)
 
     def check(self, grid: Grid, tokens: int) -> None:

@@ -1,5 +1,7 @@
 """FLUX, CogVideoX, Wan and HunyuanVideo, which ppdiffusers 0.29.0 does not have: doubles with their names and calls.
 
+Their layers run in the order of the originals.
+
 FLUX and its ControlNet have two blocks of each kind, HunyuanVideo one, the others two. Videos have 3 frames.
 """
 
@@ -247,8 +249,9 @@ class FluxBlocks(nn.Layer):
     def run(self, image, text, timestep, img_ids, txt_ids):
         """The image tokens after each joint block, and after each single-stream block."""
         after, after_single = [], []
+        temb = self.time_text_embed(1000 * timestep)
         rows = self.pos_embed(paddle.concat([txt_ids, img_ids], axis=0))
-        shared = {"temb": self.time_text_embed(1000 * timestep), "image_rotary_emb": rows}
+        shared = {"temb": temb, "image_rotary_emb": rows}
         for block in self.transformer_blocks:
             text, image = block(hidden_states=image, encoder_hidden_states=text, **shared)
             after.append(image)
@@ -401,7 +404,7 @@ class VCtrlModel(nn.Layer):
         self.transformer_blocks = nn.LayerList([VCtrlBlock() for _ in range(2)])
 
     def forward(self, sample, timestep, v_cond, image_rotary_emb=None):
-        x, temb = self.sample_patch_embed(sample) + self.cond_patch_embed(v_cond), self.time_proj(timestep)
+        temb, x = self.time_proj(timestep), self.sample_patch_embed(sample) + self.cond_patch_embed(v_cond)
         features = []
         for block in self.transformer_blocks:
             x = block(hidden_states=x, temb=temb, image_rotary_emb=image_rotary_emb)
@@ -500,8 +503,8 @@ class HunyuanVideoTransformer3DModel(nn.Layer):
         self.proj_out = nn.Linear(CHANNELS, 4 * LATENTS)
 
     def forward(self, hidden_states, timestep, encoder_hidden_states, encoder_attention_mask, **others):
-        rows, image = self.rope(hidden_states), self.x_embedder(hidden_states)
-        temb, text = self.time_text_embed(timestep), self.context_embedder(encoder_hidden_states)
+        rows, temb = self.rope(hidden_states), self.time_text_embed(timestep)
+        image, text = self.x_embedder(hidden_states), self.context_embedder(encoder_hidden_states)
         mask = paddle.concat([paddle.ones([*image.shape[:2]]), encoder_attention_mask.cast("float32")], axis=1) > 0
         mask = mask.unsqueeze([1, 2])
         for block in (*self.transformer_blocks, *self.single_transformer_blocks):
