@@ -21,7 +21,7 @@ from .computed import ComputedAttentionWrap
 from .conflicts import check_not_compiled, remove_builtin
 from .forward import ensure, remove, wrap_of
 from .layers import MergeWrap
-from .outer import GridWrap, PassWrap, TimestepWrap, TransformerWrap
+from .outer import GridWrap, PassWrap, PositionsWrap, TimestepWrap, TransformerWrap
 from .placement import Placement, placements
 from .state import Applied, Attachment
 
@@ -152,8 +152,10 @@ def _apply(denoiser: nn.Layer, config: ToMeConfig, placed: list[tuple[MergeableB
     """
     attachment = _attachment_of(denoiser) or Attachment()
     first = min(block.index for block, _ in placed)
+    argument = placed[0][0].family.grid_positions
+    positions = None if argument is None else ensure(denoiser, PositionsWrap(argument))
     for block, placement in placed:
-        _install(block, placement, attachment, is_first=block.index == first)
+        _install(block, placement, attachment, positions, is_first=block.index == first)
     before, attachment.applied = attachment.applied, Applied(config, {block.index: one for block, one in placed})
     if before is not None and before.config != config:
         for layer in denoiser.sublayers(include_self=True):
@@ -161,13 +163,19 @@ def _apply(denoiser: nn.Layer, config: ToMeConfig, placed: list[tuple[MergeableB
                 wrap.forget_constants()
 
 
-def _install(block: MergeableBlock, placement: Placement, attachment: Attachment, is_first: bool) -> None:
+def _install(
+    block: MergeableBlock,
+    placement: Placement,
+    attachment: Attachment,
+    positions: PositionsWrap | None,
+    is_first: bool,
+) -> None:
     timestep = None
     if block.timestep_layer is not None:
         timestep = ensure(block.timestep_layer, TimestepWrap(attachment, block.family))
     of_unet = TransformerWrap(attachment, is_first and block.timestep_layer is None)
     transformer = ensure(block.transformer, of_unet) if block.is_in_unet else None
-    grid = ensure(block.grid_layer, GridWrap(attachment, block, transformer))
+    grid = ensure(block.grid_layer, GridWrap(attachment, block, transformer, positions))
     ensure(block.block, BlockWrap(attachment, block, grid, timestep))
     if placement.share == 1:
         return

@@ -21,14 +21,16 @@ Gradient checkpointing runs a transformer or a block again after its pass, with 
 belongs to the pass of its input.
 """
 
-from typing import Any
+import inspect
+import weakref
+from typing import Any, NamedTuple
 
 import paddle
 from paddle import nn
 
 from ..errors import ToMePassError
 from ..families.blocks import MergeableBlock
-from ..families.grids import token_grid
+from ..families.grids import grid_of_ids, token_grid
 from ..families.table import Family
 from ..grid import Grid
 from ..methods import ToMeConfig
@@ -37,7 +39,7 @@ from ..methods.steps import plain_steps_of
 from ..methods.turns import turn_table
 from ..tensors import constants, first_number
 from .forward import Wrap
-from .state import Attachment, Cache, Pass, Records, TimestepOfPass
+from .state import Attachment, Cache, Pass, PerThread, Records, TimestepOfPass
 
 THROUGH_ITS_MODEL = "call it through its model, or remove_tome() first"
 
@@ -128,6 +130,55 @@ class TransformerWrap(PassWrap):
         return self.forward(layer, *args, **kwargs)
 
 
+class PositionsWrap(Wrap):
+    """Wrap of a denoiser whose grid follows from the positions of its tokens: read them once for an image.
+
+    A pipeline passes the same tensor in each step. To read it waits for a GPU, so it is read again only if another
+    tensor comes, or if it was written to.
+
+    Args:
+        argument: of the denoiser, with the positions of its image tokens.
+    """
+
+    def __init__(self, argument: str) -> None:
+        self.argument = argument
+        self._thread = _PositionsInThread()
+
+    def is_like(self, other: "PositionsWrap") -> bool:
+        return self.argument == other.argument
+
+    def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
+        arguments = inspect.signature(type(layer).forward).bind_partial(layer, *args, **kwargs).arguments
+        self._thread.positions = arguments.get(self.argument)
+        try:
+            return self.forward(layer, *args, **kwargs)
+        finally:
+            self._thread.positions = None
+
+    def grid(self) -> Grid | None:
+        """The grid of the call that runs in this thread; None outside of a call, and in a program."""
+        positions, last = self._thread.positions, self._thread.last  # [N, 3], or [1, N, 3]
+        if positions is None or not paddle.in_dynamic_mode():
+            return None
+        if last is None or last.positions() is not positions or last.version != positions.inplace_version:
+            grid = grid_of_ids(positions.reshape([-1, 3]))
+            self._thread.last = last = _Read(weakref.ref(positions), positions.inplace_version, grid)
+        return last.grid
+
+
+class _Read(NamedTuple):
+    """Positions that were read."""
+
+    positions: weakref.ref
+    version: int  # how often they had been written to
+    grid: Grid
+
+
+class _PositionsInThread(PerThread):
+    positions: paddle.Tensor | None = None  # of the call that runs
+    last: _Read | None = None
+
+
 class GridWrap(PassWrap):
     """Wrap of a transformer's first layer: read the token grid.
 
@@ -135,12 +186,19 @@ class GridWrap(PassWrap):
         attachment: of the denoiser.
         block: one of the transformer.
         transformer: the wrap of the transformer inside a UNet; None outside UNets.
+        positions: the wrap of the denoiser, if its grid follows from positions.
     """
 
-    def __init__(self, attachment: Attachment, block: MergeableBlock, transformer: TransformerWrap | None) -> None:
+    def __init__(
+        self,
+        attachment: Attachment,
+        block: MergeableBlock,
+        transformer: TransformerWrap | None,
+        positions: PositionsWrap | None,
+    ) -> None:
         super().__init__(attachment)
         self._family: Family = block.family
-        self._transformer = transformer
+        self._transformer, self._positions = transformer, positions
 
     def may_begin(self, current: Pass | None) -> bool:
         """In a UNet only in place of its transformer, whose wrap a cache may leave out."""
@@ -152,8 +210,12 @@ class GridWrap(PassWrap):
         x = _first(args, kwargs)
         current = self.enter(layer, x)
         if current.applied is not None and current.applied.merges:
-            current.grids[self] = token_grid(self._family, layer, x, current.grids.get(self))
+            of_positions = None if self._positions is None else self._positions.grid()
+            current.grids[self] = token_grid(self._family, layer, x, current.grids.get(self), of_positions)
         return self.forward(layer, *args, **kwargs)
+
+    def is_like(self, other: PassWrap) -> bool:
+        return super().is_like(other) and isinstance(other, GridWrap) and self._positions is other._positions
 
     def check(self, grid: Grid, tokens: int) -> None:
         """Raise ToMePassError unless the tokens of a block are those of a grid, or of the frames of a video."""

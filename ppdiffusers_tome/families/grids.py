@@ -12,7 +12,13 @@ from ..grid import Grid
 from .table import Family
 
 
-def token_grid(family: Family, grid_layer: nn.Layer, x: paddle.Tensor, before: Grid | None = None) -> Grid:
+def token_grid(
+    family: Family,
+    grid_layer: nn.Layer,
+    x: paddle.Tensor,
+    before: Grid | None = None,
+    of_positions: Grid | None = None,
+) -> Grid:
     """The token grid of a transformer, from the input x of its `grid_layer`.
 
     Args:
@@ -21,6 +27,7 @@ def token_grid(family: Family, grid_layer: nn.Layer, x: paddle.Tensor, before: G
         x: the input of that layer.
         before: the grid of the previous pass. A program of FLUX is traced for it, because its positions are only known
             when it runs; the program checks them then.
+        of_positions: the grid of FLUX's positions if it is known, so that they are not read.
 
     Raises:
         ToMePassError: x is not a feature map, has fewer indices than its grid, or has no fixed height and width.
@@ -33,8 +40,10 @@ def token_grid(family: Family, grid_layer: nn.Layer, x: paddle.Tensor, before: G
                 f"{grid.tokens}: merging needs the complete grid. Pass all indices, or remove_tome() first."
             )
         return grid
-    if family.grid_from_positions:
-        return grid_of_ids(x) if paddle.in_dynamic_mode() else check_ids(x, before)
+    if family.grid_positions is not None:
+        if not paddle.in_dynamic_mode():
+            return check_ids(x, before)
+        return grid_of_ids(x) if of_positions is None else of_positions
     if x.ndim not in (4, 5):  # 5 in Hotshot-XL, [B, C, F, H, W], whose F frames become images of the batch
         raise ToMePassError(
             f"{type(grid_layer).__name__} got {list(x.shape)}: merging needs a feature map [B, C, H, W]."
@@ -67,7 +76,9 @@ def _in_patches(grid_layer: nn.Layer, grid: Grid) -> Grid:
 
 
 def grid_of_ids(ids: paddle.Tensor) -> Grid:
-    """The grid of FLUX's image tokens, whose frame, row and column [T + N, 3] come after those of the text.
+    """The grid of FLUX's image tokens, from the frame, row and column of each, [N, 3] or after the text's [T + N, 3].
+
+    It reads them on the processor, and waits for a GPU.
 
     Raises:
         ToMePassError: they are not those of one grid.

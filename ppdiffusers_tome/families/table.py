@@ -89,7 +89,9 @@ class Family:
     # text and image share a softmax.
     only_processor: str | None = None
     has_mask: bool = False  # whether an attention takes a mask of the text
-    grid_from_positions: bool = False  # whether the grid layer gets the position of each token, not a feature map
+    # Argument of a denoiser: the positions of its image tokens. The grid layer gets them after those of the text, in
+    # place of a feature map.
+    grid_positions: str | None = None
     packs_latents: bool = False  # whether the pipeline packs 2×2 latent pixels into one token
     has_frames: bool = False  # whether the frames of a video are one sequence of tokens
     # What counting MACs assumes. Without text_tokens only the models of `counted` are counted.
@@ -152,7 +154,7 @@ FAMILIES: list[Family] = [
         block_lists=("transformer_blocks", "single_transformer_blocks"),
         only_processor="FluxAttnProcessor2_0",
         positions="image_rotary_emb",
-        grid_from_positions=True,
+        grid_positions="img_ids",
         packs_latents=True,
         text_tokens=512,
         text_layers=("context_embedder",),

@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from types import MethodType
 
 import cuda_attention
 import numpy as np
@@ -17,9 +18,11 @@ from zoo.noise import noise
 from zoo.rotary import CHANNELS, FRAMES, HEADS, LATENTS, STATES, TEXT, WIDTH
 
 from ppdiffusers_tome import Grid, ToMePassError, apply_tome, remove_tome, tome_summary
+from ppdiffusers_tome.attach import outer
 from ppdiffusers_tome.attach.attach import attached_placements
 from ppdiffusers_tome.attach.forward import wrap_of
 from ppdiffusers_tome.families.blocks import find_blocks
+from ppdiffusers_tome.families.grids import grid_of_ids
 from ppdiffusers_tome.families.stream import Text
 from ppdiffusers_tome.families.table import FAMILIES as TABLE
 
@@ -406,6 +409,29 @@ def test_positions_that_are_no_grid_are_an_error(family, model):
     inputs = family.inputs()
     with pytest.raises(ToMePassError, match=r"6×8.*remove_tome\(\)"):
         run(apply_tome(model), {**inputs, "img_ids": inputs["img_ids"].flip(0)})
+
+
+@pytest.mark.parametrize("family", [OF_FLUX], ids=named)
+def test_positions_are_read_once_for_an_image(family, model, monkeypatch):
+    """To read them waits for a GPU. A library above that replaces the forward of the model keeps merging right."""
+    read = []
+    monkeypatch.setattr(outer, "grid_of_ids", lambda ids: read.append(ids) or grid_of_ids(ids))
+    inputs, copied = family.inputs(), {**family.inputs(), "img_ids": family.inputs()["img_ids"].clone()}
+    expected = run(apply_tome(model), inputs)
+    for _ in range(2):
+        np.testing.assert_array_equal(run(model, inputs), expected)
+    assert len(read) == 1
+    np.testing.assert_array_equal(run(model, copied), expected)
+    assert len(read) == 2
+    copied["img_ids"].add_(paddle.ones([1]))
+    with pytest.raises(ToMePassError, match=r"remove_tome\(\)"):
+        run(model, copied)
+    assert len(read) == 3
+    model.forward = MethodType(type(model).forward, model)
+    np.testing.assert_array_equal(run(model, inputs), expected)
+    assert len(read) == 3
+    del model.forward
+    run(remove_tome(model), copied)
 
 
 @pytest.mark.parametrize("argument", ["attention_mask", "scale"])
