@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from ppdiffusers import DiffusionPipeline
 
-from .attach.attach import attached_placements
+from .attach.attach import attached_placements, last_timesteps
 from .attach.placement import Placement
 from .errors import ToMeConfigError
 from .families.applications import is_countable
@@ -175,6 +175,11 @@ def tome_summary(
             notes.append(f"{name}: its timestep cannot be read, so each step chooses the same tokens")
         elif own_plain and not timesteps:
             notes.append(f"{name}: the first and last steps of an image keep all tokens (merge_steps='middle')")
+        if len({*last_timesteps(models[name])}) > 1:
+            notes.append(
+                f"{name}: the images of its last batch had different timesteps, and all took the turn of the first; "
+                "in a stream batch no image changes its turn"
+            )
         if of_denoiser and of_denoiser[0][1].config.max_downsample is None and (level := of_denoiser[0][0].level) > 1:
             notes.append(f"{name}: its largest feature maps with attention are at level {level}")
     settings = {name: of[0][1].config.describe() if of else "off" for name, of in placed.items()}

@@ -12,6 +12,7 @@ from paddle import nn
 from ..errors import NoMergeableLayerError, ParameterError, ToMeConfigError
 from ..families.blocks import MergeableBlock, find_blocks, is_controlnet
 from ..families.pipelines import denoisers, layer_components, why_nothing_merges
+from ..families.schedules import as_numbers
 from ..grid import Grid
 from ..methods import ToMeConfig
 from ..methods.config import LEVELS
@@ -228,6 +229,13 @@ def last_grids(denoiser: nn.Layer) -> dict[int, Grid]:
     wraps = (wrap_of(layer) for layer in denoiser.sublayers())
     grids = {wrap.index: wrap.last_grid() for wrap in wraps if isinstance(wrap, BlockWrap)}
     return {index: grid for index, grid in grids.items() if grid is not None}
+
+
+def last_timesteps(denoiser: nn.Layer) -> list[float]:
+    """The timesteps of the rows of the last pass of this thread; none before it, and where they are not read."""
+    attachment = _attachment_of(denoiser)
+    current = None if attachment is None else attachment.current
+    return [] if current is None or current.timestep is None else as_numbers(current.timestep.values)
 
 
 def config_of(denoiser: nn.Layer) -> ToMeConfig | None:

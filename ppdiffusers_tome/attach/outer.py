@@ -157,9 +157,10 @@ class PositionsWrap(Wrap):
 
     def grid(self) -> Grid | None:
         """The grid of the call that runs in this thread; None outside of a call, and in a program."""
-        positions, last = self._thread.positions, self._thread.last  # [N, 3], or [1, N, 3]
-        if positions is None or not paddle.in_dynamic_mode():
+        if self._thread.positions is None or not paddle.in_dynamic_mode():
             return None
+        positions: Any = self._thread.positions  # [N, 3], or [1, N, 3]
+        last = self._thread.last
         if last is None or last.positions() is not positions or last.version != positions.inplace_version:
             grid = grid_of_ids(positions.reshape([-1, 3]))
             self._thread.last = last = _Read(weakref.ref(positions), positions.inplace_version, grid)
@@ -242,7 +243,7 @@ def read_timestep(timestep: paddle.Tensor, config: ToMeConfig, family: Family, t
             is_plain = plain_steps_of(family.is_flow).include(first_number(timestep))
             is_plain = bool(is_plain) if is_eager else is_plain
         turn = turn_at(timestep, table, family.is_flow)
-        return TimestepOfPass(turn, timestep.shape[0] if timestep.ndim else 1, is_plain)
+        return TimestepOfPass(turn, timestep.shape[0] if timestep.ndim else 1, is_plain, timestep)
 
 
 @paddle.jit.not_to_static  # not to be computed in the program

@@ -171,6 +171,14 @@ def test_a_batch_with_timesteps_of_its_own_has_the_turn_of_its_first_row(unet):
     np.testing.assert_allclose(both[:1], at(unet, 10)[:1], atol=1e-5)
 
 
+def test_the_summary_reports_a_batch_with_timesteps_of_its_own(unet):
+    unet.apply_tome()
+    arguments = inputs()
+    for timesteps, is_reported in (([10], False), ([10, 10], False), ([10, 700], True), ([700], False)):
+        unet(**{**arguments, "timestep": paddle.to_tensor(timesteps)})
+        assert ("different timesteps" in str(unet.tome_summary(height=16, width=16))) == is_reported
+
+
 def test_both_halves_of_guidance_have_the_same_turn_with_one_timestep(plans):
     """VQ-Diffusion passes a single number for both, and its blocks get it."""
     tiny = ZOO["VQDiffusionPipeline"]()
