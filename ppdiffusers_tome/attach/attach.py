@@ -235,7 +235,8 @@ def last_timesteps(denoiser: nn.Layer) -> list[float]:
     """The timesteps of the rows of the last pass of this thread; none before it, and where they are not read."""
     attachment = _attachment_of(denoiser)
     current = None if attachment is None else attachment.current
-    return [] if current is None or current.timestep is None else as_numbers(current.timestep.values)
+    values = None if current is None or current.timestep is None else current.timestep.values
+    return [] if values is None else as_numbers(values)
 
 
 def config_of(denoiser: nn.Layer) -> ToMeConfig | None:

@@ -157,11 +157,10 @@ class PositionsWrap(Wrap):
 
     def grid(self) -> Grid | None:
         """The grid of the call that runs in this thread; None outside of a call, and in a program."""
-        if self._thread.positions is None or not paddle.in_dynamic_mode():
+        positions, last = self._thread.positions, self._thread.last  # [N, 3], or [1, N, 3]
+        if positions is None or not paddle.in_dynamic_mode():
             return None
-        positions: Any = self._thread.positions  # [N, 3], or [1, N, 3]
-        last = self._thread.last
-        if last is None or last.positions() is not positions or last.version != positions.inplace_version:
+        if last is None or last.version != positions.inplace_version or last.positions() is not positions:
             grid = grid_of_ids(positions.reshape([-1, 3]))
             self._thread.last = last = _Read(weakref.ref(positions), positions.inplace_version, grid)
         return last.grid
@@ -176,7 +175,7 @@ class _Read(NamedTuple):
 
 
 class _PositionsInThread(PerThread):
-    positions: paddle.Tensor | None = None  # of the call that runs
+    positions: Any = None  # a tensor: of the call that runs
     last: _Read | None = None
 
 
@@ -243,7 +242,8 @@ def read_timestep(timestep: paddle.Tensor, config: ToMeConfig, family: Family, t
             is_plain = plain_steps_of(family.is_flow).include(first_number(timestep))
             is_plain = bool(is_plain) if is_eager else is_plain
         turn = turn_at(timestep, table, family.is_flow)
-        return TimestepOfPass(turn, timestep.shape[0] if timestep.ndim else 1, is_plain, timestep)
+        values = timestep if is_eager else None
+        return TimestepOfPass(turn, timestep.shape[0] if timestep.ndim else 1, is_plain, values)
 
 
 @paddle.jit.not_to_static  # not to be computed in the program

@@ -76,7 +76,7 @@ class TimestepOfPass(NamedTuple):
     turn: paddle.Tensor  # [1] int64: its number
     batch: int  # rows that have a timestep each; -1 where a program does not know it
     is_plain: bool | paddle.Tensor  # whether all tokens remain; in a program [1] bool, which its run decides
-    values: paddle.Tensor  # as the denoiser got it: [B] or one number
+    values: paddle.Tensor | None  # as the denoiser got it, [B] or one number; None in a program
 
 
 class Pass:

@@ -40,7 +40,7 @@ class ToMeConfig:
     Args:
         ratio: share of the tokens to leave out. A higher ratio is faster, and the image differs more from the plain
             one; 0 merges nothing; None is the method's own. The class of the method says which ratios there are.
-        method: how tokens merge: "interlace", the default, or another name of `METHODS`.
+        method: how tokens merge: "interlace", the default, or a different name of `METHODS`.
         max_downsample: deepest level that merges: 1, 2, 4 or 8. A block has level d if its tokens are latent pixels
             downsampled d times along each axis. With None, only the largest feature maps with self-attention merge:
             level 1 in Stable Diffusion, 2 in SDXL. No effect in transformers such as DiT, PixArt and SD3, which have
@@ -149,7 +149,7 @@ class ToMeConfig:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether other timesteps choose other tokens."""
+        """Whether different timesteps choose different tokens."""
         return False
 
     @property
@@ -158,16 +158,16 @@ class ToMeConfig:
         return False
 
     def kept_shares(self, count: int, last: int | None) -> Sequence[float]:
-        """The share of the tokens that each block keeps which merges in a denoiser.
+        """The share of the tokens that each merging block of a denoiser keeps.
 
         Args:
             count: number of blocks that merge.
-            last: the one of them that runs last among the up blocks of a UNet; None in other models, and if none is.
+            last: number of the block that runs last among the up blocks of a UNet; None if there is none.
         """
         return [1 - self.effective_ratio] * count
 
     def count_kept(self, grid: Grid, share: float) -> int:
-        """How many tokens of a grid, or of each frame of a video, remain in a block that keeps this share below 1."""
+        """How many tokens of a grid, or of each frame of a video, remain in a block that keeps `share` (< 1) of them."""
         raise NotImplementedError
 
     def constants(self, grid: Grid, kept: int, block: int) -> Any:
@@ -179,7 +179,7 @@ class ToMeConfig:
         Args:
             grid: tokens along each axis.
             kept: number of tokens that remain, fewer than those of the grid.
-            block: number of the block in its denoiser; blocks may make other choices.
+            block: number of the block in its denoiser; blocks may make different choices.
         """
         raise NotImplementedError
 
@@ -216,7 +216,7 @@ class ToMeConfig:
         return next((defined for defined in exact if abs(ratio - defined) <= 5e-7), ratio)
 
     def with_settings(self, /, **settings: Any) -> "ToMeConfig":
-        """A config with these settings in place of its own, also of another method.
+        """A config with these settings in place of its own, also of a different method.
 
         Example:
             >>> ToMeConfig(method="tomesd", sx=4).with_settings(method="todo").effective_ratio
@@ -262,7 +262,7 @@ class ToMeConfig:
 
         Args:
             path: of the file; an earlier one is replaced.
-            details: other content of the file, such as how the settings were chosen; `load` ignores it.
+            details: further content of the file, such as how the settings were chosen; `load` ignores it.
 
         Example:
             >>> ToMeConfig(ratio=0.6).save("/tmp/tome_config.json")
@@ -276,7 +276,7 @@ class ToMeConfig:
         """Read a settings file that `save` wrote. Settings that it lacks have their defaults.
 
         Raises:
-            ToMeConfigError: the file is missing or damaged, has another format or version, or contains a setting
+            ToMeConfigError: the file is missing or damaged, has a wrong format or version, or contains a setting
                 that does not exist or is not allowed. The message names the file.
         """
         settings = read_settings(Path(path))

@@ -1,7 +1,7 @@
-"""Interlace: keys and values are those of a part of the tokens, and of another part in each step.
+"""Interlace: keys and values are those of a part of the tokens, and of a different part in each step.
 
-Attention over the same part of the keys makes the same error in every step, and over an image it adds up. With
-another part in each step the errors cancel, and the steps in which they do not keep all tokens. A gather moves the
+Attention over the same part of the keys makes the same error in every step, and over an image it adds up. With a
+different part in each step the errors cancel, and the steps in which they do not keep all tokens. A gather moves the
 tokens, and no tokens are compared.
 """
 
@@ -31,7 +31,7 @@ STEPS = Rule(
 
 @dataclass(frozen=True)
 class Interlace(ToMeConfig):
-    """Keep the keys and values of a part of the tokens, and of another part in each step.
+    """Keep the keys and values of a part of the tokens, and of a different part in each step.
 
     Every token keeps its own query and output. No tokens are compared. It suits CPUs and GPUs, and was found for this
     package.

@@ -1,7 +1,7 @@
 """tomesd: the most similar pairs of tokens merge into their mean, in queries, keys and values.
 
 Each src looks for its most similar dst, and the best pairs merge. The results are those of tomesd 0.1.3 (Bolya &
-Hoffman 2023, arXiv:2303.17604, section 4); random dst are others in each step, as tomesd's are.
+Hoffman 2023, arXiv:2303.17604, section 4); random dst differ in each step, as tomesd's are.
 """
 
 import math
@@ -25,7 +25,7 @@ _ROUNDING = 1e-9  # tolerance: larger than the rounding error of N·share, for m
 
 SEED = Rule(
     lambda value: is_integer(value, 0, 2**64),
-    "an int from 0 to 2**64 - 1; with each, tomesd chooses other dst in each step",
+    "an int from 0 to 2**64 - 1; with each, tomesd chooses different dst in each step",
 )
 
 
@@ -39,7 +39,7 @@ class Tomesd(CellConfig):
         ratio: share of the tokens to merge away, from 0 to 1 - 1/(sx·sy), and 0.5 by default.
         sx: width of a cell, in tokens, >= 1. Each cell has one dst.
         sy: height of a cell, in tokens, >= 1.
-        use_rand: choose the dst token of each cell at random, another one in each step, as a function of the
+        use_rand: choose the dst token of each cell at random, a different one in each step, as a function of the
             timestep; otherwise it is the cell's first (top left) token.
         seed: seed of the random choice of dst, 0 <= seed < 2**64. The global random states of Paddle, NumPy and
             Python are neither read nor advanced.

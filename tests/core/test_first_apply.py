@@ -134,7 +134,7 @@ def test_a_pass_begins_with_the_layer_of_the_table(name, monkeypatch):
     ("name", "may_begin"),
     [
         ("UNets", {"TimestepWrap"}),
-        ("UNets whose timestep is not read", {"TransformerWrap", "GridWrap"}),
+        ("UNets whose timestep is not read", {"TransformerWrap"}),
         ("PixArt", {"TimestepWrap", "GridWrap"}),
     ],
 )

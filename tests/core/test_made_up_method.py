@@ -16,6 +16,7 @@ from ppdiffusers_tome.inference import load_pipeline, read_manifest
 from ppdiffusers_tome.method_names import DESCRIPTIONS
 from ppdiffusers_tome.methods import METHODS, Todo
 from ppdiffusers_tome.methods.rules import Rule
+from ppdiffusers_tome.run.manifest import ProgramMerging
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def test_an_export_by_the_command_line_has_its_setting(model, tmp_path, capsys):
     assert main(["export", *options, "--merging", "method=rows,spacing=4"]) == 0
     assert "merging: rows, spacing=4\n" in capsys.readouterr().out
     manifest = read_manifest(folder)
-    assert manifest.merging == {"0.75": 2 * (Rows(0.75, spacing=4).settings(),)}
+    assert manifest.merging == (ProgramMerging(0.75, "rows, spacing=4", Rows(0.75, spacing=4).settings()),)
     assert manifest.methods == {0.75: "rows, spacing=4"}
     assert "ratio 0.75: rows, spacing=4" in str(load_pipeline(folder, threads=1).tome_summary())
 

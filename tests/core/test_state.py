@@ -169,8 +169,9 @@ def test_two_passes_of_other_settings_before_one_backward_pass(checkpointed):
 
 
 def test_gradients_of_a_unet_whose_transformers_begin_its_passes(monkeypatch):
-    """A transformer that is computed again belongs to its pass, and so does its grid layer."""
+    """A transformer that is computed again as a whole belongs to its pass, and so does its grid layer."""
     without_random_state(monkeypatch)
+    monkeypatch.setenv("FLAG_USE_OLD_RECOMPUTE", "True")
 
     def gradients(is_checkpointed):
         unet = make_unet(class_embed_type="timestep")
