@@ -78,8 +78,8 @@ def export(options: argparse.Namespace) -> None:
     from lab.speed.architectures import ARCHITECTURES
     from onnx import numpy_helper
 
+    from ppdiffusers_tome import ToMeConfig
     from ppdiffusers_tome.attach.attach import attach
-    from ppdiffusers_tome.config import ToMeConfig
     from ppdiffusers_tome.export import programs
     from ppdiffusers_tome.run.onnx_weights import external_places, set_places
 
@@ -150,8 +150,8 @@ def operators_added(architecture: str) -> dict[str, tuple[int, int]]:
     from lab.speed.architectures import ARCHITECTURES
     from top_block import OneBlock, build_transformer
 
+    from ppdiffusers_tome import ToMeConfig
     from ppdiffusers_tome.attach.attach import attach
-    from ppdiffusers_tome.config import ToMeConfig
     from ppdiffusers_tome.export.programs import Input, Traceable
 
     known = ARCHITECTURES[architecture]

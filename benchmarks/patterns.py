@@ -9,8 +9,8 @@ from pathlib import Path
 
 from samplers import FOUR, SETTINGS, timesteps_of
 
-from ppdiffusers_tome import Grid, ToMeConfig
-from ppdiffusers_tome.methods.interlace import INTERLACE, PARTS
+from ppdiffusers_tome import Grid
+from ppdiffusers_tome.methods.interlace import PARTS, Interlace
 from ppdiffusers_tome.methods.steps import PLAIN_STEPS
 from ppdiffusers_tome.methods.turns import turn_table
 
@@ -27,8 +27,7 @@ STYLE = ".kept{fill:#3949ab}.other{fill:#dcdfe6}.plain{fill:#ef6c00}text{font:14
 
 def kept_tokens(parts: int, timestep: int) -> set[int]:
     """The tokens whose keys and values remain in a block that keeps `parts` of each cell."""
-    settings, kept = ToMeConfig(), GRID.tokens * parts // PARTS
-    table = INTERLACE.constants(GRID, settings, kept, block=0)
+    table = Interlace().constants(GRID, GRID.tokens * parts // PARTS, block=0)
     return set(table[turn_table()[timestep]].tolist())
 
 
@@ -74,7 +73,7 @@ def draw_steps() -> str:
         width = WIDTH / len(timesteps)
         for step, timestep in enumerate(timesteps):
             is_plain = PLAIN_STEPS.count([timestep])
-            height = HEIGHT if is_plain else HEIGHT * (1 - ToMeConfig().effective_ratio)
+            height = HEIGHT if is_plain else HEIGHT * (1 - Interlace().effective_ratio)
             place = f'x="{left + step * width:.1f}" y="{bottom - height:.1f}"'
             box = f'{place} width="{width - 2:.1f}" height="{height:.1f}"'
             lines.append(f'<rect class="{"plain" if is_plain else "kept"}" {box}/>')

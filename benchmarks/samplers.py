@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 from filelock import FileLock, Timeout
+from lab.arm import read_config
 from lab.cache import digest, model_files
 from lab.markdown import frame_table
 from lab.quality.image_sets import photograph, with_seeds
@@ -159,12 +160,11 @@ class Switched:
 
 
 @cache
-def exported(model: str, method: str, merge_steps: str, runtime: str) -> Any:
-    """A pipeline of the programs of a method at all of its ratios, and of the plain program."""
+def exported(model: str, config: ToMeConfig, runtime: str) -> Any:
+    """A pipeline of the programs of a config at all ratios that its arms have, and of the plain program."""
     from ppdiffusers_tome.export.loading import load_eager_pipeline
     from ppdiffusers_tome.inference import export_pipeline, load_pipeline
 
-    config = ToMeConfig(method=method).with_settings(merge_steps=merge_steps)
     configs = [arm.config for arm in (*ARMS, *FRONTIER) if arm.config is not None]
     ratios = sorted({one.effective_ratio for one in configs if same(one, config)})
     folder = FOLDER / "programs" / digest([model, model_files(f"examples/{model}"), decisive(config), ratios])
@@ -193,7 +193,7 @@ def exported_for(model: str, config: ToMeConfig | None, runtime: str = RUNTIMES[
     """The pipeline of a config's programs; without one, one that has the plain program."""
     config = config or TODO.config
     assert config is not None
-    return exported(model, config.method, config.merge_steps, runtime)
+    return exported(model, config.with_settings(ratio=None), runtime)
 
 
 def pipeline_for(setting: Setting, arm: Arm) -> Any:
@@ -388,7 +388,7 @@ def image_gain(timing: dict[str, Any], setting: dict[str, Any], arm: dict[str, A
     """The gain of an image of `scenes_sd`, from those of its passes."""
     if arm["merging"] is None:
         return setting["passes"] / arm["passes"]
-    gain = pass_gain(timing, merging_in_words(ToMeConfig(**arm["merging"])))
+    gain = pass_gain(timing, merging_in_words(read_config(arm["merging"])))
     return gain_with_plain_steps(gain, arm["plain"] / arm["passes"])
 
 

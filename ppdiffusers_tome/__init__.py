@@ -24,9 +24,9 @@ if sys.argv[:1] != ["-m"] or sys.orig_argv[-len(sys.argv) - 1 :] != ["-m", __nam
     import_paddle_and_ppdiffusers()
 
     from .api import ToMeMixin, apply_tome, install_methods, remove_tome, tome
-    from .config import ToMeConfig
     from .grid import Grid, choose_dst
     from .hub import prepare_download
+    from .methods import ToMeConfig
     from .methods.matching import match_tokens
     from .methods.plan import MergePlan, merge, unmerge
     from .summary import BlockSummary, ToMeSummary, tome_summary

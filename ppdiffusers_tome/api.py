@@ -1,56 +1,33 @@
 """The user interface: `apply_tome`, `remove_tome`, `tome` and `tome_summary`, as functions and as methods."""
 
-import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
 from paddle import nn
 from ppdiffusers import DiffusionPipeline, ModelMixin
+from typing_extensions import Unpack
 
 from .attach.attach import attach, attached_configs, detach, restore
 from .attach.forward import install_forward
-from .config import ToMeConfig, check_names, controlnet_config
 from .errors import ToMeConfigError
 from .families.models import half_on_cpu
+from .method_names import MergeSettings
+from .methods import ToMeConfig
 from .summary import tome_summary
 
 PipelineOrModel = TypeVar("PipelineOrModel")
-
-
-class Unset(Enum):
-    """The default of a setting that is not passed: that of `config`, or of `ToMeConfig`."""
-
-    UNSET = "unset"
-
-    def __repr__(self) -> str:
-        return "<unset>"
-
-
-UNSET = Unset.UNSET
 
 
 def apply_tome(
     target: PipelineOrModel,
     ratio: float | None = None,
     *,
-    method: str | Unset = UNSET,
-    max_downsample: int | Unset | None = UNSET,
-    sx: int | Unset = UNSET,
-    sy: int | Unset = UNSET,
-    use_rand: bool | Unset = UNSET,
-    seed: int | Unset = UNSET,
-    merge_attn: bool | Unset = UNSET,
-    merge_crossattn: bool | Unset = UNSET,
-    merge_mlp: bool | Unset = UNSET,
-    min_tokens: int | Unset = UNSET,
-    merge_steps: str | Unset = UNSET,
     config: ToMeConfig | str | Path | None = None,
     controlnet: bool | float = True,
-    **unknown: Any,
+    **settings: Unpack[MergeSettings],
 ) -> PipelineOrModel:
     """Let attention compute with fewer tokens in a pipeline's denoisers, or in one model. The last call counts.
 
@@ -61,14 +38,13 @@ def apply_tome(
         ratio: share of the tokens to leave out. The main setting: a higher ratio is faster, and the image differs
             more from the plain one. None: the ratio of `config`, or the method's default. With the default method it
             is the share of keys and values that attention leaves out, from 0 to 15/16, and 0.75 by default.
-        method: how tokens merge: "interlace", the default, "todo", or in UNets and their ControlNets "tomesd".
-        max_downsample, sx, sy, use_rand, seed, merge_attn, merge_crossattn, merge_mlp, min_tokens, merge_steps: as in
-            `ToMeConfig`, which describes them with their ranges and defaults.
         config: all settings but `controlnet` at once: a ToMeConfig, or a file that `ToMeConfig.save` wrote. Settings
             that are passed beside it replace its own.
         controlnet: True to merge in ControlNets with the same settings, False to leave them plain, or a ratio for
             them.
-        unknown: any other name raises ToMeConfigError with the nearest setting.
+        settings: `method`, which says how tokens merge, and the settings of that method. `ToMeConfig` and the classes
+            of `ppdiffusers_tome.methods` describe them with their ranges and defaults. By default the method is
+            "interlace".
 
     Returns:
         target itself.
@@ -87,31 +63,15 @@ def apply_tome(
     Example:
         >>> image = pipe.apply_tome(ratio=0.5)("a 3d render of fox").images[0]
     """
-    check_names(unknown)
-    settings = {
-        "method": method,
-        "max_downsample": max_downsample,
-        "sx": sx,
-        "sy": sy,
-        "use_rand": use_rand,
-        "seed": seed,
-        "merge_attn": merge_attn,
-        "merge_crossattn": merge_crossattn,
-        "merge_mlp": merge_mlp,
-        "min_tokens": min_tokens,
-        "merge_steps": merge_steps,
-    }
-    given: dict[str, Any] = {name: value for name, value in settings.items() if value is not UNSET}
-    if ratio is not None:
-        given["ratio"] = ratio
-    common = (ToMeConfig() if config is None else _config_of(config)).with_settings(**given)
+    given: Mapping[str, Any] = settings if ratio is None else {"ratio": ratio, **settings}
+    common = ToMeConfig(**given) if config is None else _config_of(config).with_settings(**given)
     if common.effective_ratio and (half := half_on_cpu(target)):
         warnings.warn(
             f"weights on the CPU: {', '.join(half)}. Paddle has no half-precision kernels for CPUs, plain or merged: "
             "load with from_pretrained(..., paddle_dtype=paddle.float32), or move to a GPU before the first call.",
             stacklevel=2,
         )
-    attach(target, common, controlnet_config(common, controlnet))
+    attach(target, common, common.for_controlnet(controlnet))
     return target
 
 
@@ -145,12 +105,19 @@ def remove_tome(target: PipelineOrModel) -> PipelineOrModel:
 
 
 @contextmanager
-def tome(target: PipelineOrModel, ratio: float | None = None, **settings: Any) -> Iterator[PipelineOrModel]:
+def tome(
+    target: PipelineOrModel,
+    ratio: float | None = None,
+    *,
+    config: ToMeConfig | str | Path | None = None,
+    controlnet: bool | float = True,
+    **settings: Unpack[MergeSettings],
+) -> Iterator[PipelineOrModel]:
     """Merge within a `with` block. Leaving it, even by an exception, restores the settings from before.
 
     Args:
-        target, ratio, settings: as for `apply_tome`. They affect all threads that use the model. Merging applied by
-            ppdiffusers' built-in `apply_tome` is not restored.
+        target, ratio, config, controlnet, settings: as for `apply_tome`. They affect all threads that use the model.
+            Merging applied by ppdiffusers' built-in `apply_tome` is not restored.
 
     Yields:
         target itself.
@@ -163,14 +130,11 @@ def tome(target: PipelineOrModel, ratio: float | None = None, **settings: Any) -
         ...     image = pipe("a 3d render of fox").images[0]
     """
     before = attached_configs(target)
-    apply_tome(target, ratio, **settings)
+    apply_tome(target, ratio, config=config, controlnet=controlnet, **settings)
     try:
         yield target
     finally:
         restore(target, before)
-
-
-tome.__signature__ = inspect.signature(apply_tome)  # type: ignore[attr-defined]
 
 
 class ToMeMixin:

@@ -49,7 +49,7 @@ def saved_macs(block: MergeableBlock, placement: Placement, latent: Grid, text: 
     if placement.count_kept(grid) == grid.tokens:
         return 0
     tokens, kept = frames * grid.tokens, frames * placement.count_kept(grid)
-    queries = kept if placement.method.merges_queries else tokens
+    queries = kept if placement.config.merges_queries else tokens
     saved = 0
     for name in placement.layers:
         saved += _layer_macs(block, name, tokens, _keys(name, tokens, text), text)
@@ -59,7 +59,7 @@ def saved_macs(block: MergeableBlock, placement: Placement, latent: Grid, text: 
 
 def matching_macs(block: MergeableBlock, placement: Placement, grid: Grid) -> int:
     """MACs of the matching in one block for one image or frame; 0 if no tokens are compared."""
-    pairs = placement.method.pairs_compared(grid, placement.config)
+    pairs = placement.config.pairs_compared(grid)
     if pairs == 0:
         return 0
     attentions = block.sublayers.get("attn") or block.sublayers["crossattn"]

@@ -21,7 +21,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     """The settings in a file, by name; their names and values are not checked.
 
     Raises:
-        ToMeConfigError: the file is missing or damaged, or has another format or version. The message names the file.
+        ToMeConfigError: the file is missing or damaged, or has a wrong format or version. The message names the file.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

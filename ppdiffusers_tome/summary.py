@@ -169,7 +169,7 @@ def tome_summary(
         for block, placement in of_denoiser:
             grid = block.grid(latent)
             keys = placement.count_kept(grid)
-            queries = keys if placement.method.merges_queries else grid.tokens
+            queries = keys if placement.config.merges_queries else grid.tokens
             is_gated = grid.tokens < placement.config.min_tokens
             merges = _merging_layers(placement) if keys < grid.tokens else ()
             blocks.append(BlockSummary(name, block.path, block.level, grid, queries, keys, is_gated, merges))
@@ -218,7 +218,7 @@ def _plain_steps(placed: Sequence[tuple[MergeableBlock, Placement]]) -> PlainSte
 
 def _merging_layers(placement: Placement) -> tuple[str, ...]:
     """Where a block merges, in the words of `BlockSummary`."""
-    return placement.layers if placement.method.merges_queries else ("kv",)
+    return placement.layers if placement.config.merges_queries else ("kv",)
 
 
 def _without_blocks(target: Any, latent: Grid | None) -> ToMeSummary:

@@ -19,10 +19,15 @@ def text_of(document: str) -> str:
 
 
 def tables(document: str) -> list[list[list[str]]]:
+    """The tables of a document, as `tables_in`."""
+    return tables_in(text_of(document))
+
+
+def tables_in(text: str) -> list[list[list[str]]]:
     """Rows of cells, the header first, without the line below it."""
     result: list[list[list[str]]] = []
     previous = ""
-    for line in text_of(document).splitlines():
+    for line in text.splitlines():
         if line.startswith("|"):
             if not previous.startswith("|"):
                 result.append([])

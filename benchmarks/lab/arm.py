@@ -4,7 +4,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ppdiffusers_tome.config import ToMeConfig
+from ppdiffusers_tome import ToMeConfig
+from ppdiffusers_tome.methods import METHODS
 from ppdiffusers_tome.wording import merging_in_words
 
 PLAIN = "plain"
@@ -82,4 +83,10 @@ class Arm:
     def from_json(cls, settings: Mapping[str, Any]) -> "Arm":
         """The arm of `to_json`."""
         config = settings.get("config")
-        return cls(**{**settings, "config": config and ToMeConfig(**config)})
+        return cls(**{**settings, "config": config and read_config(config)})
+
+
+def read_config(settings: Mapping[str, Any]) -> ToMeConfig:
+    """The config of the settings in a result, some of which have the settings of all methods."""
+    own = METHODS[settings["method"]].defaults()
+    return ToMeConfig(**{name: value for name, value in settings.items() if name in own})

@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.comparison.environment import PACKAGE, versions
-from ppdiffusers_tome.config import ToMeConfig
 from ppdiffusers_tome.files import write_file
 from ppdiffusers_tome.inference import ProgramFile
 from ppdiffusers_tome.run.folder import sha256

@@ -1,5 +1,5 @@
 """Attach merging to a model and remove it: wraps around the `forward` of its layers.
 
 `placement` knows what merges in a block, and `passes` computes it in each pass; nothing else does. The folder imports
-`config`, `errors`, `families`, `grid`, `methods` and `tensors`.
+`errors`, `families`, `grid`, `methods` and `tensors`.
 """

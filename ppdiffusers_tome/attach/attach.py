@@ -9,7 +9,6 @@ from typing import Any
 
 from paddle import nn
 
-from ..config import LAYERS, LEVELS, ToMeConfig
 from ..errors import NoMergeableLayerError, ToMeConfigError
 from ..families.models import (
     MergeableBlock,
@@ -22,6 +21,8 @@ from ..families.models import (
     why_nothing_merges,
 )
 from ..grid import Grid
+from ..methods import ToMeConfig
+from ..methods.config import LEVELS
 from .attention import AttentionWrap, ProjectionWrap
 from .computed import ComputedAttentionWrap
 from .forward import ensure, remove, wrap_of
@@ -70,7 +71,7 @@ def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> No
     if not chosen:
         raise NoMergeableLayerError(_nothing_to_merge(target, config, controlnet))
     for placed_config, placed in chosen.values():
-        if placed_config.merge_mlp and any(block.is_chunked and one.share < 1 for block, one in placed):
+        if "mlp" in placed_config.layers and any(block.is_chunked and one.share < 1 for block, one in placed):
             raise ToMeConfigError(CHUNKED_FEED_FORWARD)
     try:
         for component in layer_components(target).values():
@@ -94,7 +95,7 @@ def _nothing_to_merge(target: Any, config: ToMeConfig, controlnet: ToMeConfig | 
     included = [denoiser for denoiser in models.values() if controlnet is not None or not is_controlnet(denoiser)]
     if not included:
         return f"{start}, controlnet=False: it only has ControlNets. Pass controlnet=True."
-    layers = [name for name in LAYERS if getattr(config, f"merge_{name}")]
+    layers = config.layers
     levels: dict[int, int] = {}
     for denoiser in included:
         for block in find_blocks(denoiser):
@@ -173,7 +174,7 @@ def _install(block: MergeableBlock, placement: Placement, attachment: Attachment
 
 def _install_attention(layer: nn.Layer, block: MergeableBlock, placement: Placement) -> None:
     ensure(layer, AttentionWrap(block, "attn"))
-    if not placement.method.merges_queries:
+    if not placement.config.merges_queries:
         projections = block.family.attention.image
         for name in (projections.k, projections.v):
             ensure(getattr(layer, name), ProjectionWrap())

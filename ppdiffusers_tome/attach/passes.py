@@ -16,13 +16,13 @@ from typing import Any, NamedTuple, TypeVar
 import paddle
 from paddle import nn
 
-from ..config import ToMeConfig
 from ..errors import ToMeConfigError, ToMePassError
 from ..families.grids import token_grid
 from ..families.models import MergeableBlock, gets_timestep, is_chunked
 from ..families.stream import split
 from ..families.table import Family
 from ..grid import Grid
+from ..methods import ToMeConfig
 from ..methods.plan import MergePlan, Turn, turn_at
 from ..methods.steps import plain_steps_of
 from ..methods.turns import turn_table
@@ -386,7 +386,7 @@ class BlockWrap(PassWrap):
         placement = None if one.applied is None else one.applied.placements.get(self.index)
         plan = None
         if placement is not None and placement.share < 1:
-            if placement.config.merge_mlp and is_chunked(layer, self._facts):
+            if "mlp" in placement.layers and is_chunked(layer, self._facts):
                 raise ToMeConfigError(CHUNKED_FEED_FORWARD)
             named = {key: value for key, value in kwargs.items() if key != name}
             plan = self._plan(placement, one, tokens, self._timestep(layer, placement, one, others, named))
@@ -439,7 +439,7 @@ class BlockWrap(PassWrap):
             metric = metric.reshape([-1, grid.tokens, metric.shape[2]])
         number = None if timestep is None else timestep.turn
         turn = Turn(number, frames if frames > 1 else self._frames_in_batch(metric, timestep))
-        choice = placement.method.choose(metric, self._constants_of(placement, grid, kept), kept, turn)
+        choice = placement.config.choose(metric, self._constants_of(placement, grid, kept), kept, turn)
         if is_plain is not False:
             choice = choice.or_all(is_plain, grid.tokens)
         return MergePlan(choice, grid.tokens, frames)
@@ -454,7 +454,7 @@ class BlockWrap(PassWrap):
         """The constants of a grid, cached by device; a traced program gets its own."""
 
         def build() -> Any:
-            return constants(placement.method.constants(grid, placement.config, kept, self.index))
+            return constants(placement.config.constants(grid, kept, self.index))
 
         if not paddle.in_dynamic_mode():
             return build()

@@ -4,13 +4,11 @@ from dataclasses import dataclass
 
 from paddle import nn
 
-from ..config import LAYERS, ToMeConfig
 from ..errors import ToMeConfigError
 from ..families.models import MergeableBlock, find_blocks
 from ..families.stream import Text
 from ..grid import Grid
-from ..methods import DEFAULT_METHOD, METHODS
-from ..methods.method import Method
+from ..methods import DEFAULT_METHOD, ToMeConfig
 
 
 @dataclass(frozen=True)
@@ -21,13 +19,8 @@ class Placement:
     """
 
     config: ToMeConfig
-    layers: tuple[str, ...]  # of LAYERS: those around which tokens merge
+    layers: tuple[str, ...]  # of those of the config: the ones that the block has
     share: float  # of the tokens that this block keeps, by the method; the mean over all blocks is 1 - ratio
-
-    @property
-    def method(self) -> Method:
-        """The method of the config."""
-        return METHODS[self.config.method]
 
     @property
     def takes_turns(self) -> bool:
@@ -41,7 +34,7 @@ class Placement:
         """
         if self.share == 1 or grid.tokens < self.config.min_tokens:
             return grid.tokens
-        return self.method.count_kept(grid, self.config, self.share)
+        return self.config.count_kept(grid, self.share)
 
 
 def placements(denoiser: nn.Layer, config: ToMeConfig) -> list[tuple[MergeableBlock, Placement]]:
@@ -51,25 +44,24 @@ def placements(denoiser: nn.Layer, config: ToMeConfig) -> list[tuple[MergeableBl
         ToMeConfigError: its method merges queries, and the denoiser has no block in which that is possible; or the
             table of families describes a block in a way that no wrap knows.
     """
-    method = METHODS[config.method]
     blocks = find_blocks(denoiser)
-    if method.merges_queries and blocks and not any(block.merges_queries for block in blocks):
+    if config.merges_queries and blocks and not any(block.merges_queries for block in blocks):
         raise ToMeConfigError(
-            f"method={method.name!r} is not allowed in {type(denoiser).__name__}: it merges in the transformer blocks "
-            f'of UNets and of their ControlNets, as tomesd does. Pass method="{DEFAULT_METHOD}".'
+            f"method={config.method!r} is not allowed in {type(denoiser).__name__}: it merges in the transformer "
+            f'blocks of UNets and of their ControlNets, as tomesd does. Pass method="{DEFAULT_METHOD}".'
         )
     merging = []
     for block in blocks:
-        layers = tuple(name for name in LAYERS if getattr(config, f"merge_{name}") and name in block.sublayers)
-        if layers and (block.merges_queries or not method.merges_queries):
+        layers = tuple(name for name in config.layers if name in block.sublayers)
+        if layers and (block.merges_queries or not config.merges_queries):
             merging.append((block, layers))
     deepest: int = config.max_downsample or min((block.level for block, _ in merging), default=1)
     merging = [(block, layers) for block, layers in merging if block.level <= deepest]
-    if not method.merges_queries:
+    if not config.merges_queries:
         for block, _ in merging:
             _check_facts(block)
     up = [number for number, (block, _) in enumerate(merging) if block.path.startswith("up_blocks.")]
-    shares = method.kept_shares(config, len(merging), up[-1] if up else None)
+    shares = config.kept_shares(len(merging), up[-1] if up else None)
     return [(block, Placement(config, layers, share)) for (block, layers), share in zip(merging, shares, strict=True)]
 
 

@@ -22,11 +22,11 @@ from ..comparison.option_defaults import NOT_REACHED, STRENGTH
 from ..comparison.pipelines import CONTROLNET, as_class, class_to_compare
 from ..comparison.results import make_result, write_result
 from ..comparison.sheets import save_jpeg
-from ..config import ToMeConfig
 from ..errors import ParameterError, ToMeConfigError
 from ..export.loading import load_eager_pipeline, model_defaults, pipeline_class, require_model_folder
 from ..families.schedules import most_steps
 from ..files import check_writable
+from ..methods import ToMeConfig
 from ..progress import StepLines
 from ..run.manifest import MANIFEST, ExportedMerging, Manifest, Size, parse_size, ratio_name, read_manifest
 from ..run.pipeline import load_pipeline
@@ -239,7 +239,7 @@ def _saveable(merging: Merging, options: argparse.Namespace) -> ToMeConfig:
         return merging
     try:
         return ToMeConfig(**{**merging.changed_settings(), "method": merging.method})
-    except (ToMeConfigError, TypeError) as error:  # TypeError: of a setting that is no more
+    except ToMeConfigError as error:
         raise ToMeConfigError(
             f"--save {options.save} cannot write how {options.model} merges ({merging.describe()}): {error} Leave it "
             "out."

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import ToMeConfig
 from ..export.layouts import EXPORT_FORMATS, LAYOUTS, RUNTIMES, DiffusersLayout, choose_layout
+from ..methods import ToMeConfig
 from ..run.manifest import Manifest, is_refiner, parse_size, ratio_name
 from ..serving.prompt_file import PROMPTS
 from ..wording import command_line

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import ToMeConfig
+from ..methods import ToMeConfig
 from ..wording import merging_in_words
 from .image_options import add_command, naming_options
 from .merge_options import parse_settings

@@ -4,9 +4,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..config import ToMeConfig, check_names, why_no_method
 from ..errors import ToMeConfigError
 from ..method_names import DESCRIPTIONS
+from ..methods import ToMeConfig
+from ..methods.config import check_names, why_no_method
 from .image_options import naming_options
 
 EXAMPLE = "method=todo,ratio=0.5"
@@ -54,11 +55,8 @@ def read_methods(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _with_own_ratio(settings: dict[str, Any]) -> dict[str, Any]:
-    from ..methods import METHODS
-
     config = ToMeConfig(**settings)
-    allows_any = METHODS[config.method].allowed_ratios(config.sx, config.sy) is None
-    return settings if allows_any else {**settings, "ratio": config.effective_ratio}
+    return settings if config.allowed_ratios is None else {**settings, "ratio": config.effective_ratio}
 
 
 def merge_configs(options: argparse.Namespace) -> list[ToMeConfig]:

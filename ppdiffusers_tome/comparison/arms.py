@@ -11,9 +11,9 @@ import paddle
 from PIL import Image
 from ppdiffusers import DiffusionPipeline
 
-from ..config import ToMeConfig
 from ..errors import ToMeConfigError
 from ..families.schedules import as_numbers, most_steps, timesteps_of
+from ..methods import ToMeConfig
 from ..methods.steps import PLAIN_STEPS, PlainSteps
 from ..run.manifest import ExportedMerging, Size
 from ..run.models import ExportedUNet

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ppdiffusers import DiffusionPipeline
 
-from ..config import ToMeConfig
 from ..errors import ParameterError
+from ..methods import ToMeConfig
 from ..run.manifest import Size
 from .arms import Figures, summary_at
 

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 import paddle
 import ppdiffusers
 from ppdiffusers import DiffusionPipeline
+from typing_extensions import Unpack
 
 from .._version import __version__
 from ..attach.attach import attach, detach
-from ..config import ToMeConfig
 from ..families.models import text_tokens, vae_factor
+from ..method_names import MergeSettings
+from ..methods import ToMeConfig
 from ..replacement import replacing
 from ..run.defaults import DEFAULTS
 from ..run.folder import ONNX_WEIGHTS, FileFacts, sha256
@@ -64,7 +66,7 @@ def export_pipeline(
     runtime: str | None = None,
     overwrite: bool = False,
     progress: bool = True,
-    **settings: Any,
+    **settings: Unpack[MergeSettings],
 ) -> Manifest:
     """Write a pipeline's models, with token merging, as programs; the pipeline is not changed.
 
@@ -94,8 +96,7 @@ def export_pipeline(
             runs them too) or "onnxruntime" (faster there; OpenVINO cannot load them).
         overwrite: replace an earlier export in folder, once the new one is complete.
         progress: print a line to stderr before each program is written, which takes seconds to minutes.
-        settings: as in `apply_tome`: method, max_downsample, sx, sy, use_rand, seed, merge_attn, merge_crossattn,
-            merge_mlp, min_tokens, merge_steps.
+        settings: as in `apply_tome`: `method`, and the settings of that method.
 
     Returns:
         The manifest that was written to `tome.json`. With layout="diffusers" it describes the programs that the folder

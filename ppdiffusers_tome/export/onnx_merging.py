@@ -43,7 +43,7 @@ def merging_blocks(denoiser: Denoiser) -> list[MergingBlock]:
                 continue
             projections = block.family.attention.image
             layers = [getattr(one, part) for one in block.sublayers["attn"] for part in (projections.k, projections.v)]
-            table = placement.method.constants(grid, placement.config, kept, block.index)
+            table = placement.config.constants(grid, kept, block.index)
             plain = plain_steps_of(block.family.is_flow) if placement.config.has_plain_steps else None
             weights = tuple(tuple(one.name for one in layer.parameters()) for layer in layers)
             found.append(MergingBlock(f"{name}.{block.path}", weights, KeysByTable(table, grid.tokens, plain)))

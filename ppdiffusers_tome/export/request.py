@@ -7,8 +7,9 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from ..config import ToMeConfig, check_names, controlnet_config
 from ..errors import ParameterError, ToMeConfigError, ToMeExportError
+from ..methods import ToMeConfig
+from ..methods.config import check_names
 from ..replacement import check_replaceable, restore
 from ..run.manifest import MANIFEST, Size, ratio_name
 from .conversion import check_converter
@@ -131,11 +132,11 @@ def make_configs(ratios: Iterable[float] | float | None, settings: Mapping[str, 
         ToMeConfigError: a name is not a setting, a value is not allowed, or there are settings but neither ratios nor
             a method.
     """
-    check_names(settings)
     if ratios is None:
         if "method" in settings:
             return [ToMeConfig(**settings)]
         if settings:
+            check_names(settings)
             raise ToMeConfigError(f"{', '.join(settings)} cannot be set without ratios: pass ratios as well.")
         return None
     values: Any = ratios
@@ -156,7 +157,7 @@ def list_merging(configs: Sequence[ToMeConfig], controlnet: bool | float) -> tup
     """
     by_ratio: dict[float, DenoiserMerging] = {}
     for config in configs:
-        of_controlnet = controlnet_config(config, controlnet)
+        of_controlnet = config.for_controlnet(controlnet)
         merging = DenoiserMerging(config, of_controlnet) if config.effective_ratio else DenoiserMerging(None, None)
         by_ratio[merging.ratio] = merging
     if configs and not any(by_ratio) and not isinstance(controlnet, bool) and controlnet:

@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 from onnx.inliner import inline_local_functions
 
-from ..config import ToMeConfig
 from ..errors import ParameterError, ToMeConfigError, ToMeExportError
+from ..methods import ToMeConfig
 from ..methods.interlace import PARTS
 from ..replacement import check_replaceable, replacing, restore
 from ..run.onnx_weights import external_places

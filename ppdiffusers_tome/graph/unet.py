@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 import onnx
 
-from ..config import ToMeConfig
 from ..errors import ParameterError, ToMeExportError
 from ..grid import Grid
-from ..methods import METHODS
-from ..methods.interlace import INTERLACE, PARTS
+from ..methods import ToMeConfig
+from ..methods.interlace import PARTS, Interlace
 from ..methods.steps import PLAIN_STEPS
 from ..run.onnx_graph import Graph
 from .indices import InterlacedKeys, Keys, KeysByTable
@@ -96,8 +95,7 @@ def plan_merging(model: onnx.ModelProto, config: ToMeConfig) -> UNetMerging:
         raise ParameterError("max_downsample", config.max_downsample, rule)
     chosen.sort(key=lambda block: block.number)
     up = [place for place, block in enumerate(chosen) if block.is_up]
-    method = METHODS[config.method]
-    shares = method.kept_shares(config, len(chosen), up[-1] if up else None)
+    shares = config.kept_shares(len(chosen), up[-1] if up else None)
     merging, kept = [], {}
     for block, share in zip(chosen, shares, strict=True):
         keys = _keys(block, config, share)
@@ -114,18 +112,18 @@ def _keys(block: UNetBlock, config: ToMeConfig, share: float) -> Keys | None:
     """The keys that remain in a block; None if all do."""
     if share == 1:
         return None
-    grid, method = block.feature_map.grid, METHODS[config.method]
+    grid = block.feature_map.grid
     plain = PLAIN_STEPS if config.has_plain_steps else None
     if grid is None:
-        if method is not INTERLACE:
+        if not isinstance(config, Interlace):
             rule = "the height and width of this model are free, for which there is only interlace"
             raise ParameterError("method", config.method, rule)
         parts = round(share * PARTS)
         return InterlacedKeys(block.feature_map.name, parts, block.number, plain, config.min_tokens)
-    kept = grid.tokens if grid.tokens < config.min_tokens else method.count_kept(grid, config, share)
+    kept = grid.tokens if grid.tokens < config.min_tokens else config.count_kept(grid, share)
     if kept == grid.tokens:
         return None
-    return KeysByTable(method.constants(grid, config, kept, block.number), grid.tokens, plain)
+    return KeysByTable(config.constants(grid, kept, block.number), grid.tokens, plain)
 
 
 def _in_words(keys: Keys) -> str:

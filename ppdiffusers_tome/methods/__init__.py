@@ -1,14 +1,16 @@
 """The ways to merge tokens: each method chooses which tokens remain, and `plan` moves them.
 
-A method is one file, from its constants to its choice, and an entry of `METHODS`. Everything else (settings, wraps,
-summary, exports, commands) asks the entry. The folder imports `errors`, `grid`, `method_names` and `tensors`.
+A method is one file, with its settings and from its constants to its choice, and an entry of `METHODS`. Everything
+else (wraps, summary, settings files, exports, commands) asks the class. The folder imports `errors`, `grid`,
+`method_names`, `settings_file`, `tensors` and `wording`.
 """
 
 from ..method_names import DEFAULT_METHOD
-from .interlace import INTERLACE
-from .method import Method
-from .todo import TODO
-from .tomesd import TOMESD
+from .config import ToMeConfig
+from .interlace import Interlace
+from .todo import Todo
+from .tomesd import Tomesd
 
-METHODS: dict[str, Method] = {method.name: method for method in (INTERLACE, TODO, TOMESD)}
-__all__ = ["DEFAULT_METHOD", "METHODS", "Method"]
+METHODS: dict[str, type[ToMeConfig]] = {method.method: method for method in (Interlace, Todo, Tomesd)}
+ToMeConfig.by_name = METHODS
+__all__ = ["DEFAULT_METHOD", "METHODS", "Interlace", "ToMeConfig", "Todo", "Tomesd"]

@@ -1,18 +1,20 @@
-"""Interlace: keys and values are those of a part of the tokens, and of another part in each step.
+"""Interlace: keys and values are those of a part of the tokens, and of a different part in each step.
 
-Attention over the same part of the keys makes the same error in every step, and over an image it adds up. With
-another part in each step the errors cancel, and the steps in which they do not keep all tokens. A gather moves the
+Attention over the same part of the keys makes the same error in every step, and over an image it adds up. With a
+different part in each step the errors cancel, and the steps in which they do not keep all tokens. A gather moves the
 tokens, and no tokens are compared.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from typing import Annotated, Literal
 
 import numpy as np
 
 from ..errors import ParameterError
 from ..grid import Grid, count_dst
-from .method import Method, Settings
+from .config import ToMeConfig
+from .rules import Rule
 from .turns import TURNS
 
 SIDE = 4  # tokens along each side of a cell
@@ -20,23 +22,47 @@ PARTS = SIDE * SIDE  # of the tokens, one position of each cell each; a block ke
 LAST_SHARE = 2  # parts that the last block of a UNet keeps, as a multiple of the average
 
 
-@dataclass(frozen=True, eq=False)
-class Interlace(Method):
-    """Keep the keys and values of some of the `PARTS` positions of each cell, in turns."""
+MERGE_STEPS = ("middle", "all")
+STEPS = Rule(
+    lambda value: isinstance(value, str) and value in MERGE_STEPS,
+    'one of "middle", which keeps all tokens in the first and last steps of an image, and "all"',
+)
 
-    def default_ratio(self, sx: int, sy: int) -> float:
-        return 0.75
 
-    def largest_ratio(self, sx: int, sy: int) -> float:
-        return 1 - 1 / PARTS
+@dataclass(frozen=True)
+class Interlace(ToMeConfig):
+    """Keep the keys and values of a part of the tokens, and of a different part in each step.
 
-    def takes_turns(self, settings: Settings) -> bool:
-        return True
+    Every token keeps its own query and output. No tokens are compared. It suits CPUs and GPUs, and was found for this
+    package.
 
-    def has_plain_steps(self, settings: Settings) -> bool:
-        return settings.merge_steps == "middle"
+    Args:
+        ratio: share of the keys and values that attention leaves out, on average over the blocks that merge, from 0
+            to 15/16. 0.75, its own, is a good start; 0.5 is nearly the plain image.
+        merge_steps: the steps of an image in which tokens merge. "middle" keeps all tokens in the first steps, which
+            decide what is in the image, and in the last ones, whose errors nothing corrects: three of ten steps
+            (`methods.steps` has the noise levels). "all" merges in every step: faster, in less memory, and with
+            guidance above 3 much further from the plain image.
+        max_downsample, min_tokens: as in `ToMeConfig`, which also has the errors.
 
-    def kept_shares(self, settings: Settings, count: int, last: int | None) -> Sequence[float]:
+    Example:
+        >>> Interlace(ratio=0.5) == ToMeConfig(0.5), Interlace(merge_steps="all").has_plain_steps
+        (True, False)
+    """
+
+    method: Literal["interlace"] = "interlace"
+    _: KW_ONLY
+    merge_steps: Annotated[str, STEPS] = "middle"
+
+    default_ratio = 0.75
+    largest_ratio = 1 - 1 / PARTS
+    takes_turns = True
+
+    @property
+    def has_plain_steps(self) -> bool:
+        return self.merge_steps == "middle"
+
+    def kept_shares(self, count: int, last: int | None) -> Sequence[float]:
         """The share of keys that each block keeps: whole parts, which are 1 - ratio on average.
 
         Nearly all of the damage is done by the last block of a UNet, whose output no other block corrects. It keeps
@@ -45,7 +71,7 @@ class Interlace(Method):
         Raises:
             ParameterError: the ratio is above 0, and every block would keep all parts.
         """
-        ratio = settings.effective_ratio
+        ratio = self.effective_ratio
         average = PARTS * (1 - ratio)
         parts = [_whole_parts(average)] * count
         if last is not None and count > 1:
@@ -57,19 +83,16 @@ class Interlace(Method):
             raise ParameterError("ratio", ratio, f"{rule}. The nearest ratios are 0 and {1 / PARTS:g}.")
         return [number / PARTS for number in parts]
 
-    def count_kept(self, grid: Grid, settings: Settings, share: float) -> int:
+    def count_kept(self, grid: Grid, share: float) -> int:
         return grid.tokens - count_dst(grid, SIDE, SIDE) * (PARTS - round(share * PARTS))
 
-    def constants(self, grid: Grid, settings: Settings, kept: int, block: int) -> np.ndarray:
+    def constants(self, grid: Grid, kept: int, block: int) -> np.ndarray:
         cells = count_dst(grid, SIDE, SIDE)
         return remaining(grid, PARTS - (grid.tokens - kept) // cells, block)
 
 
 def _whole_parts(parts: float) -> int:
     return max(1, min(round(parts), PARTS))
-
-
-INTERLACE = Interlace("interlace", settings=frozenset({"merge_steps"}))
 
 
 def ranks(grid: Grid) -> np.ndarray:  # [h, w] int64

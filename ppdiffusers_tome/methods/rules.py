@@ -1,9 +1,9 @@
-"""What the value of a setting may be, as rules."""
+"""What the value of a setting may be: a `Rule` in the annotation of its field, as in `sx: Annotated[int, TOKENS]`."""
 
 import math
 from collections.abc import Callable
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 
@@ -39,3 +39,9 @@ def is_number(value: Any) -> bool:
 
 FLAG = Rule(is_flag, "True or False")
 TOKENS = Rule(lambda value: is_integer(value, 1), "an integer number of tokens, 1 or more")
+
+
+def rules_of(config_class: type) -> dict[str, Rule]:
+    """The rules of the settings of a method, by name."""
+    hints = get_type_hints(config_class, include_extras=True)
+    return {name: part for name, hint in hints.items() for part in get_args(hint)[1:] if isinstance(part, Rule)}

@@ -7,36 +7,60 @@ Source: Smith et al. 2024, ToDo, arXiv:2402.13573.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from ..grid import Grid, choose_dst, count_dst
-from .method import Method, Settings
+from .cells import CellConfig
+from .config import ratios_in_words
 
 
-@dataclass(frozen=True, eq=False)
-class Todo(Method):
-    """Keep one token of each cell, or two; the cells and the ratio, 1 - 1/(sx·sy) or 1 - 2/(sx·sy), decide which."""
+@dataclass(frozen=True)
+class Todo(CellConfig):
+    """Keep the keys and values of one token of each cell, or of two; every token keeps its own query and output.
 
-    def default_ratio(self, sx: int, sy: int) -> float:
-        return self.largest_ratio(sx, sy)
+    Args:
+        ratio: 1 - 1/(sx·sy), its own (0.75 with 2×2 cells), or, if sx and sy are even, 1 - 2/(sx·sy) (0.5 with 2×2
+            cells: every second token, on a checkerboard), or 0.
+        sx: width of a cell, in tokens, >= 1. Each cell keeps one token, or two at ratio 1 - 2/(sx·sy).
+        sy: height of a cell, in tokens, >= 1.
+        max_downsample, min_tokens: as in `ToMeConfig`, which also has the errors.
 
-    def allowed_ratios(self, sx: int, sy: int) -> tuple[float, ...]:
-        return tuple(1 - per_cell / (sx * sy) for per_cell in ((1,) if sx % 2 or sy % 2 else (2, 1)))
+    Source: ToDo (Smith et al. 2024, arXiv:2402.13573).
 
-    def count_kept(self, grid: Grid, settings: Settings, share: float) -> int:
-        return _per_cell(settings) * count_dst(grid, settings.sx, settings.sy) or grid.tokens
+    Example:
+        >>> Todo(sx=4).effective_ratio, Todo(ratio=0.5).effective_ratio
+        (0.875, 0.5)
+    """
 
-    def constants(self, grid: Grid, settings: Settings, kept: int, block: int) -> np.ndarray:
-        return remaining(grid, settings.sx, settings.sy, _per_cell(settings))
+    method: Literal["todo"] = "todo"
 
+    @property
+    def default_ratio(self) -> float:
+        return self.largest_ratio
 
-def _per_cell(settings: Settings) -> int:
-    """The tokens that each cell keeps."""
-    return round((1 - settings.effective_ratio) * settings.sx * settings.sy)
+    @property
+    def allowed_ratios(self) -> tuple[float, ...]:
+        per_cell = (1,) if self.sx % 2 or self.sy % 2 else (2, 1)
+        return tuple(1 - kept / (self.sx * self.sy) for kept in per_cell)
 
+    @property
+    def ratio_rule(self) -> str:
+        own, usual = self.allowed_ratios, Todo().allowed_ratios
+        remedy = "other cells allow other ratios" if own == usual else f"{ratios_in_words(usual)} with 2×2 cells"
+        return f"method='todo' allows {ratios_in_words(own)} with sx={self.sx}, sy={self.sy}; {remedy}"
 
-TODO = Todo("todo", settings=frozenset({"sx", "sy"}))
+    def count_kept(self, grid: Grid, share: float) -> int:
+        return self._per_cell * count_dst(grid, self.sx, self.sy) or grid.tokens
+
+    def constants(self, grid: Grid, kept: int, block: int) -> np.ndarray:
+        return remaining(grid, self.sx, self.sy, self._per_cell)
+
+    @property
+    def _per_cell(self) -> int:
+        """The tokens that each cell keeps."""
+        return round((1 - self.effective_ratio) * self.sx * self.sy)
 
 
 def remaining(grid: Grid, sx: int, sy: int, per_cell: int) -> np.ndarray:  # [1, K] int64, ascending

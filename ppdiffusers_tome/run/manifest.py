@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, field
+from functools import cached_property
 from numbers import Real
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
@@ -12,8 +13,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 from pydantic import AllowInfNan, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from ..config import DEFAULTS
 from ..errors import ParameterError, ToMeConfigError, ToMeExportError
+from ..methods import METHODS, ToMeConfig
 from ..replacement import earlier_folder
 from ..wording import method_in_words, settings_in_words
 from .folder import ONNX_WEIGHTS, ExportedFolder, FileFacts
@@ -76,7 +77,7 @@ Settings: TypeAlias = dict[str, Any]  # by name, as the file has them: the relea
 class ExportedMerging:
     """How exported programs merge, from the settings in `tome.json`.
 
-    They are never made into a `ToMeConfig`: the programs are complete, and run although this release has no such
+    They need not be those of a `ToMeConfig`: the programs are complete, and run although this release has no such
     method or setting.
     """
 
@@ -95,29 +96,31 @@ class ExportedMerging:
     @property
     def has_plain_steps(self) -> bool:
         """Whether the first and last steps of an image keep all tokens."""
-        return self._chooses_steps and self.own.get("merge_steps") == "middle"
+        return self._config is not None and self._config.has_plain_steps
 
-    @property
-    def _chooses_steps(self) -> bool:
-        """Whether the method has the setting `merge_steps`."""
-        from ..methods import METHODS  # here, because a manifest is read without Paddle
-
-        return self.method in METHODS and METHODS[self.method].has("merge_steps")
+    @cached_property
+    def _config(self) -> ToMeConfig | None:
+        """The config of these settings; None if this release has no such method or setting."""
+        if self.method not in METHODS:
+            return None
+        # Release 3.0 wrote the settings of all methods except `merge_steps`: its programs merge in all steps.
+        settings = {"merge_steps": "all", **self.own}
+        of_all = {name for method in METHODS.values() for name in method.defaults()}
+        foreign = of_all - METHODS[self.method].defaults().keys()
+        try:
+            return ToMeConfig(**{name: value for name, value in settings.items() if name not in foreign})
+        except ToMeConfigError:
+            return None
 
     def settings(self) -> dict[str, Any]:
         """All settings, ready for JSON."""
         return {**self.own}
 
     def changed_settings(self) -> dict[str, Any]:
-        """The ratio and the settings that differ from their defaults; of those that are no more, what is on."""
-        off = (None, False)
-        # Programs of release 3.0 merge in all steps.
-        own = {**self.own, "merge_steps": self.own.get("merge_steps", "all")} if self._chooses_steps else self.own
-        return {
-            name: value
-            for name, value in own.items()
-            if name == "ratio" or (value != DEFAULTS[name] if name in DEFAULTS else value not in off)
-        }
+        """The ratio and the settings that differ from their defaults; of an unknown method, what is on."""
+        if self._config is not None:
+            return self._config.changed_settings()
+        return {name: value for name, value in self.own.items() if name == "ratio" or value not in (None, False)}
 
     def describe(self) -> str:
         """`changed_settings` as "name=value, …"."""

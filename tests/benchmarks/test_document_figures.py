@@ -8,7 +8,7 @@ import pytest
 from lab.arm import Arm
 from markdown_text import ROOT, documents, prose, text_of
 
-from ppdiffusers_tome.config import ToMeConfig
+from ppdiffusers_tome import ToMeConfig
 
 PAGES = documents("README*.md", "docs/**/*.md", "benchmarks/README.md", "examples/emoji_sd/README.md")
 DOCUMENTS = [page for page in PAGES if page != "docs/results.md"]

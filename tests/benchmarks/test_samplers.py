@@ -4,6 +4,7 @@ import numpy as np
 import paddle
 import pytest
 import samplers
+from lab.arm import read_config
 from lab.result_files import read_json
 
 from ppdiffusers_tome import ToMeConfig
@@ -27,7 +28,8 @@ def test_committed_result_has_the_settings_and_arms_of_the_script(result):
             own = PLAIN_STEPS if arm == samplers.DEFAULT else arm.plain
             plain = len(timesteps) if arm.config is None else 0 if own is None else own.count(timesteps)
             assert (measured["passes"], measured["plain"]) == (len(timesteps), plain)
-            assert measured["merging"] == (arm.config and arm.config.settings())
+            merging = measured["merging"] and read_config(measured["merging"]).settings()
+            assert merging == (arm.config and arm.config.settings())
             assert len(measured["psnr"]) == len(measured["largest_change"]) == samplers.COUNT
 
 

@@ -68,13 +68,13 @@ def test_a_method_by_name_brings_its_defaults(name):
     config = ToMeConfig(method=name)
     assert settings_of(parse("--method", name, is_single=True)) == [config.settings()]
     (settings,) = read_methods(parse("--method", name, "--ratio", "0.25", is_single=False))
-    allows_few = METHODS[name].allowed_ratios(2, 2) is not None
+    allows_few = config.allowed_ratios is not None
     assert settings == {"method": name, **({"ratio": config.effective_ratio} if allows_few else {})}
     if not allows_few:
         assert merge_configs(parse("--method", name, "--ratio", "0.25", is_single=True))[0].ratio == 0.25
     (settings,) = read_methods(parse("--merging", f"method={name},max_downsample=2", is_single=False))
     assert ToMeConfig(**settings).settings() == ToMeConfig(method=name, max_downsample=2).settings()
-    if METHODS[name].has("sx"):
+    if "sx" in METHODS[name].defaults():
         (settings,) = read_methods(parse("--merging", f"method={name},sx=4", is_single=False))
         assert ToMeConfig(**settings).settings() == ToMeConfig(method=name, sx=4).settings()
 

@@ -5,33 +5,24 @@ import dataclasses
 import inspect
 import json
 import pickle
+from typing import get_type_hints
 
 import numpy as np
 import pytest
+from typing_extensions import Unpack
 
 import ppdiffusers_tome
-from ppdiffusers_tome import Grid, ToMeConfig, ToMeConfigError, ToMeError
+from ppdiffusers_tome import Grid, ToMeConfig, ToMeConfigError, ToMeError, inference
 from ppdiffusers_tome.attach.placement import Placement
-from ppdiffusers_tome.config import controlnet_config
-from ppdiffusers_tome.methods import METHODS
-from ppdiffusers_tome.methods.method import IN_ALL_METHODS
+from ppdiffusers_tome.method_names import DESCRIPTIONS, MergeSettings, MethodSettings
+from ppdiffusers_tome.methods import METHODS, Interlace, Todo, Tomesd
+from ppdiffusers_tome.methods.rules import rules_of
 from ppdiffusers_tome.wording import merging_in_words, method_in_words
 
-DEFAULTS = {
-    "ratio": None,
-    "method": "interlace",
-    "max_downsample": None,
-    "sx": 2,
-    "sy": 2,
-    "use_rand": True,
-    "seed": 0,
-    "merge_attn": True,
-    "merge_crossattn": False,
-    "merge_mlp": False,
-    "min_tokens": 0,
-    "merge_steps": "middle",
-}
-OTHERS = {  # another value of each setting that some methods lack
+COMMON = {"ratio": None, "method": "interlace", "max_downsample": None, "min_tokens": 0}
+CHANGED = {  # a value of each setting that is not its default
+    "max_downsample": 2,
+    "min_tokens": 64,
     "sx": 4,
     "sy": 3,
     "use_rand": False,
@@ -45,7 +36,7 @@ OTHERS = {  # another value of each setting that some methods lack
 
 def allowed(method, /, **settings):
     """Those of these settings that a method has."""
-    return {name: value for name, value in settings.items() if METHODS[method].has(name)}
+    return {name: value for name, value in settings.items() if name in METHODS[method].defaults()}
 
 
 def kept(config, grid):
@@ -53,16 +44,37 @@ def kept(config, grid):
     return Placement(config, ("attn",), 1 - config.effective_ratio).count_kept(grid)
 
 
-def test_defaults():
-    assert vars(ToMeConfig()) == DEFAULTS
-    assert OTHERS.keys() == DEFAULTS.keys() - IN_ALL_METHODS
+def test_a_method_is_made_by_name_or_by_its_class():
+    assert METHODS.keys() == DESCRIPTIONS.keys()
+    for name, method in METHODS.items():
+        config = method(ratio=0, min_tokens=9)
+        assert config == ToMeConfig(0, name, min_tokens=9) and hash(config) == hash(ToMeConfig(0, name, min_tokens=9))
+        assert type(ToMeConfig(method=name)) is method and isinstance(config, ToMeConfig)
+        assert method.defaults() == {**COMMON, "method": name, **method.defaults()} == vars(method())
+    assert ToMeConfig() == Interlace(0.75).with_settings(ratio=None) and ToMeConfig() != Todo()
+    assert (Interlace(ratio=0.75), Todo(sx=2, sy=2), Tomesd(ratio=0.5, seed=3)) == (
+        ToMeConfig(0.75),
+        ToMeConfig(method="todo"),
+        ToMeConfig(0.5, "tomesd", seed=3),
+    )
+
+
+def test_a_class_is_one_method():
+    assert Todo(method="todo") == Todo()
+    for make in (lambda: Todo(method="tomesd"), lambda: dataclasses.replace(Todo(), method="tomesd")):
+        with pytest.raises(ToMeConfigError, match=r"method='tomesd' .*Todo: .*with_settings\(method=…\)"):
+            make()
+    with pytest.raises(TypeError, match="seed"):
+        Todo(seed=3)
+    with pytest.raises(TypeError, match="positional"):
+        Todo(0.75, "todo", 4)
 
 
 @pytest.mark.parametrize(("method", "ratio"), [("interlace", 0.75), ("todo", 0.75), ("tomesd", 0.5)])
 def test_a_method_brings_its_ratio_and_one_that_is_passed_wins(method, ratio):
     config = ToMeConfig(method=method, min_tokens=64)
     assert config.ratio is None and config.effective_ratio == config.settings()["ratio"] == ratio
-    assert config.settings() == {**DEFAULTS, "ratio": ratio, "method": method, "min_tokens": 64}
+    assert config.settings() == {**METHODS[method].defaults(), "ratio": ratio, "min_tokens": 64}
     assert ToMeConfig(0, method).effective_ratio == 0
 
 
@@ -76,14 +88,14 @@ def test_the_default_ratio_is_one_that_the_cells_allow():
         ToMeConfig(method="todo", sx=0)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_setting_that_a_method_lacks_is_an_error_that_lists_the_methods_with_it(name):
-    having = [method for method in METHODS if METHODS[method].has(name)]
+@pytest.mark.parametrize(("name", "value"), CHANGED.items())
+def test_a_setting_that_a_method_lacks_is_an_error_that_lists_the_methods_with_it(name, value):
+    having = [method for method in METHODS if name in METHODS[method].defaults()]
     for method in METHODS.keys() - having:
-        message = f"{name}={OTHERS[name]!r} .*method='{method}'.* {', '.join(having)}"
-        with pytest.raises(ToMeConfigError, match=rf"{message}\.$"):
-            ToMeConfig(method=method, **{name: OTHERS[name]})
-        assert ToMeConfig(method=method, **{name: DEFAULTS[name]}) == ToMeConfig(method=method)
+        for given in (value, METHODS[having[0]].defaults()[name]):
+            message = f"{name}={given!r} .*method='{method}'.* {', '.join(having)}"
+            with pytest.raises(ToMeConfigError, match=rf"{message}\.$"):
+                ToMeConfig(method=method, **{name: given})
     assert having, "some method has it"
 
 
@@ -93,29 +105,32 @@ def test_a_setting_that_a_method_lacks_is_an_error_that_lists_the_methods_with_i
         ({"ration": 0.5}, "'ration' .*mean ratio\\?"),
         ({"merge_atn": True}, "'merge_atn' .*mean merge_attn\\?"),
         ({"merge_ratio": 0.5}, "'merge_ratio' .*mean ratio\\?"),
-        ({"qqq": 1}, f"'qqq' .* {', '.join(DEFAULTS)}\\."),
+        ({"qqq": 1}, f"'qqq' .* {', '.join(Interlace.defaults())}, .*seed"),
+        ({"cls": 1, "self": 2}, "'cls' is not a setting"),
     ],
 )
 def test_an_unknown_name_is_an_error_with_the_nearest_one(settings, message):
     with pytest.raises(ToMeConfigError, match=message):
         ToMeConfig().with_settings(**settings)
-    with pytest.raises(TypeError, match="unexpected keyword argument"):
+    with pytest.raises(ToMeConfigError, match=message):
         ToMeConfig(**settings)
 
 
-def test_editors_see_the_settings():
-    signature = inspect.signature(ToMeConfig)
-    assert {name: parameter.default for name, parameter in signature.parameters.items()} == DEFAULTS
-    assert (
-        signature.parameters["ratio"].annotation == float | None and signature.parameters["method"].annotation is str
-    )
-    for function in (ppdiffusers_tome.apply_tome, ppdiffusers_tome.tome):
-        assert list(inspect.signature(function).parameters) == ["target", *DEFAULTS, "config", "controlnet", "unknown"]
+def test_editors_and_mypy_know_the_settings():
+    """By a TypedDict, which has the names and types of the fields of all methods."""
+    fields = {name: hint for method in METHODS.values() for name, hint in get_type_hints(method).items()}
+    names = {name for method in METHODS.values() for name in method.defaults()}
+    assert get_type_hints(MethodSettings) == {name: fields[name] for name in names - {"ratio", "method"}}
+    assert get_type_hints(MergeSettings) == get_type_hints(MethodSettings) | {"method": str}
+    assert inspect.signature(ToMeConfig.__new__).parameters["settings"].annotation == Unpack[MethodSettings]
+    for function in (ppdiffusers_tome.apply_tome, ppdiffusers_tome.tome, inference.export_pipeline):
+        assert inspect.signature(function).parameters["settings"].annotation == Unpack[MergeSettings]
 
 
-def test_settings_by_position():
-    assert ToMeConfig(0.75, "todo") == ToMeConfig(ratio=0.75, method="todo")
-    assert ToMeConfig(*DEFAULTS.values()) == ToMeConfig()
+def test_ratio_and_method_by_position():
+    assert ToMeConfig(0.75, "todo") == ToMeConfig(ratio=0.75, method="todo") == Todo(0.75)
+    with pytest.raises(TypeError, match="positional"):
+        ToMeConfig(0.75, "todo", 4)
 
 
 NOT_ALLOWED = {  # of each setting: other types, and the values next to the limits
@@ -144,13 +159,15 @@ def test_a_value_that_is_not_allowed_is_an_error_that_names_it(name, value):
         assert f"{name}={value!r}" in str(caught.value)
 
 
-def test_every_setting_is_checked():
-    assert NOT_ALLOWED.keys() == vars(ToMeConfig()).keys()
+@pytest.mark.parametrize("method", METHODS)
+def test_every_setting_has_a_rule(method):
+    """What a ratio may be, the method decides."""
+    assert rules_of(METHODS[method]).keys() == METHODS[method].defaults().keys() - {"ratio", "method"}
 
 
 def test_the_error_names_what_is_allowed():
     with pytest.raises(ToMeConfigError, match=r"seed=-1 .*from 0 to 2\*\*64 - 1"):
-        ToMeConfig(seed=-1)
+        Tomesd(seed=-1)
     with pytest.raises(ToMeConfigError, match=f"method='ToDo' .* one of {', '.join(METHODS)}"):
         ToMeConfig(method="ToDo")
 
@@ -174,7 +191,7 @@ def test_config_error_is_a_value_error_and_a_tome_error():
 @pytest.mark.parametrize(("sx", "sy"), [(2, 2), (4, 4), (2, 3), (3, 2), (1, 2), (3, 3), (1, 1), (7, 11)])
 def test_maximum_ratio(sx, sy):
     largest = 1 - 1 / (sx * sy)
-    for method in [method for method in METHODS if METHODS[method].has("sx")]:
+    for method in [method for method in METHODS if "sx" in METHODS[method].defaults()]:
         assert ToMeConfig(largest, method, sx=sx, sy=sy).effective_ratio == largest
         with pytest.raises(ToMeConfigError, match=rf"sx={sx}, sy={sy}"):
             ToMeConfig(largest + 1e-6, method, sx=sx, sy=sy)
@@ -255,8 +272,7 @@ def test_merging_in_words(settings, words):
 
 
 def test_no_two_ways_to_merge_have_the_same_words():
-    others = {**OTHERS, "max_downsample": 2, "min_tokens": 64}
-    del others["merge_attn"]  # alone it would leave nothing to merge
+    others = {name: value for name, value in CHANGED.items() if name != "merge_attn"}  # which leaves nothing to merge
     configs = [ToMeConfig(method=method) for method in METHODS]
     for method in METHODS:
         configs += [ToMeConfig(method=method, **{name: value}) for name, value in allowed(method, **others).items()]
@@ -267,7 +283,7 @@ def test_no_two_ways_to_merge_have_the_same_words():
 def test_numbers_of_numpy_are_as_those_of_python():
     config = ToMeConfig(np.float32(0.25), "tomesd", sx=np.int64(4), seed=np.uint32(7), use_rand=np.False_)
     equal = ToMeConfig(0.25, "tomesd", sx=4, seed=7, use_rand=False)
-    assert config == equal and hash(config) == hash(equal) and repr(config) == repr(equal)
+    assert config == equal and hash(config) == hash(equal) and config.describe() == equal.describe()
     settings = config.settings()
     assert [type(settings[name]) for name in ("ratio", "sx", "seed", "use_rand")] == [float, int, int, bool]
 
@@ -312,7 +328,7 @@ def test_describe_has_ratio_and_changed_settings():
     assert ToMeConfig().describe() == "ratio=0.75"
     assert ToMeConfig(0.25, "tomesd", seed=3, sx=4).describe() == "ratio=0.25, method='tomesd', sx=4, seed=3"
     assert ToMeConfig(method="todo", sx=4).changed_settings() == {"ratio": 0.875, "method": "todo", "sx": 4}
-    assert str(ToMeConfig(0.5, "todo", min_tokens=9)) == "ToMeConfig(ratio=0.5, method='todo', min_tokens=9)"
+    assert str(ToMeConfig(0.5, "todo", min_tokens=9)) == str(Todo(ratio=0.5, min_tokens=9))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -366,14 +382,14 @@ def test_settings_of_its_own_that_do_not_go_with_those_passed_are_an_error(own, 
 
 def test_the_config_of_a_controlnet():
     config = ToMeConfig(0.6, "tomesd", seed=3)
-    assert controlnet_config(config, True) is config and controlnet_config(config, False) is None
-    assert controlnet_config(config, 0.3) == ToMeConfig(0.3, "tomesd", seed=3)
-    assert controlnet_config(ToMeConfig(method="todo"), 0.5) == ToMeConfig(0.5, "todo")
+    assert config.for_controlnet(True) is config and config.for_controlnet(False) is None
+    assert config.for_controlnet(0.3) == ToMeConfig(0.3, "tomesd", seed=3)
+    assert ToMeConfig(method="todo").for_controlnet(0.5) == ToMeConfig(0.5, "todo")
     with pytest.raises(ToMeConfigError, match=r"controlnet=0.6 .*method='todo' .*0\.5, 0\.75 or 0"):
-        controlnet_config(ToMeConfig(method="todo"), 0.6)
+        ToMeConfig(method="todo").for_controlnet(0.6)
     for wrong in ("half", None):
         with pytest.raises(ToMeConfigError, match=f"controlnet={wrong!r} .*True, False"):
-            controlnet_config(config, wrong)
+            config.for_controlnet(wrong)
 
 
 # Settings files

@@ -16,7 +16,7 @@ from zoo.transformers import dit
 from ppdiffusers_tome import Grid, MergePlan, ToMeConfig, ToMeConfigError, merge
 from ppdiffusers_tome.attach.placement import placements
 from ppdiffusers_tome.families.models import find_blocks
-from ppdiffusers_tome.methods.interlace import INTERLACE, offset_of, remaining
+from ppdiffusers_tome.methods.interlace import Interlace, offset_of, remaining
 from ppdiffusers_tome.methods.plan import Turn, turn_at
 from ppdiffusers_tome.methods.turns import LAST_TIMESTEP, TURNS, turn_table
 from ppdiffusers_tome.tensors import constants
@@ -74,9 +74,9 @@ def shares(denoiser, ratio, **settings):
     ],
 )
 def test_the_last_block_of_a_unet_keeps_twice_the_average(ratio, of_three, of_five):
-    config = ToMeConfig(ratio, "interlace")
+    config = Interlace(ratio)
     for parts in (of_three, of_five):  # as many blocks merge in the bundled models, and in Stable Diffusion 1.5
-        assert [16 * share for share in INTERLACE.kept_shares(config, len(parts), len(parts) - 1)] == parts
+        assert [16 * share for share in config.kept_shares(len(parts), len(parts) - 1)] == parts
     unet = make_unet(**ONE_LEVEL)
     *_, last_up, mid = [block.path for block in find_blocks(unet)]
     assert last_up.startswith("up_blocks") and mid.startswith("mid_block"), "which runs before the up blocks"
@@ -231,12 +231,12 @@ def test_a_model_whose_timestep_is_not_seen_takes_the_first_turn_and_says_so():
 
 @pytest.mark.parametrize("number", [None, 5])
 def test_frames_of_one_sequence_have_a_turn_each(number):
-    grid, frames, config = Grid(6, 8), 3, ToMeConfig(0.75, "interlace")
+    grid, frames, config = Grid(6, 8), 3, Interlace(0.75)
     turn = Turn(None if number is None else paddle.to_tensor([number]), frames)
-    kept = INTERLACE.count_kept(grid, config, 0.25)
+    kept = config.count_kept(grid, 0.25)
     x = noise(2, frames * grid.tokens, 4)
-    table = constants(INTERLACE.constants(grid, config, kept, 1))
-    choice = INTERLACE.choose(x.reshape([-1, grid.tokens, 4]), table, kept, turn)
+    table = constants(config.constants(grid, kept, 1))
+    choice = config.choose(x.reshape([-1, grid.tokens, 4]), table, kept, turn)
     plan = MergePlan(choice, grid.tokens, frames)
     positions = [
         frame * grid.tokens + position

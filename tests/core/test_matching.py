@@ -13,7 +13,6 @@ from reference import roundtrip
 
 from ppdiffusers_tome import (
     Grid,
-    ToMeConfig,
     ToMeConfigError,
     choose_dst,
     match_tokens,
@@ -106,13 +105,13 @@ def test_two_tokens_of_each_cell_are_on_a_checkerboard():
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("grid", [Grid(8, 8), Grid(9, 14), Grid(3, 1)], ids=str)
 def test_a_method_chooses_as_many_tokens_as_it_says(name, grid):
-    config, method = ToMeConfig(method=name), METHODS[name]
-    kept = method.count_kept(grid, config, 1 - config.effective_ratio)
+    config = METHODS[name]()
+    kept = config.count_kept(grid, 1 - config.effective_ratio)
     assert 0 < kept <= grid.tokens
     if kept < grid.tokens:
         x = paddle.to_tensor(tokens(2, grid, 5))
-        choice = method.choose(x, constants(method.constants(grid, config, kept, 0)), kept, Turn())
-        assert choice.positions.shape[1] == kept and (choice.merging is not None) == method.merges_queries
+        choice = config.choose(x, constants(config.constants(grid, kept, 0)), kept, Turn())
+        assert choice.positions.shape[1] == kept and (choice.merging is not None) == config.merges_queries
         for positions in choice.positions.numpy():
             assert len(set(positions)) == kept and 0 <= positions.min() <= positions.max() < grid.tokens
 

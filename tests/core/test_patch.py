@@ -90,7 +90,7 @@ def methods_of(name):
     """Those that merge in a model; of videos the default one, as test_videos.py has the others."""
     if name in VIDEOS:
         return [DEFAULT_METHOD]
-    return [one.name for one in METHODS.values() if name in ("unet", "controlnet") or not one.merges_queries]
+    return [method for method, one in METHODS.items() if name in ("unet", "controlnet") or not one.merges_queries]
 
 
 @pytest.mark.parametrize(("name", "method"), [(name, method) for name in MODELS for method in methods_of(name)])

@@ -21,7 +21,7 @@ def documented_modules():
         prefix = package.strip("`").replace("/", ".") if package.startswith("`") else ""
         names = [f"{prefix}{module}".replace("/", ".") for module in re.findall(r"`([\w/]+)\.py`", modules)]
         if prefix == "methods.":  # each method is a module that imports those before it
-            names += sorted({type(method).__module__.partition(".")[2] for method in METHODS.values()})
+            names += sorted({method.__module__.partition(".")[2] for method in METHODS.values()})
         yield from [*names, prefix.rstrip(".")] if prefix else names
 
 

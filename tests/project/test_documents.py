@@ -18,14 +18,14 @@ import pytest
 from conftest import tiny_pipeline
 from lab.speed import speed_report
 from lab.speed.architectures import ARCHITECTURES
-from markdown_text import COMMANDS, ROOT, anchors, commands, documents, links, snippets, tables, text_of
+from markdown_text import COMMANDS, ROOT, anchors, commands, documents, links, snippets, tables, tables_in, text_of
 from PIL import Image
 from zoo import ZOO
 
 import ppdiffusers_tome
-from ppdiffusers_tome import ToMeConfig, cli, config, grid, inference, wording
+from ppdiffusers_tome import ToMeConfig, cli, grid, inference, wording
 from ppdiffusers_tome.families.models import find_blocks
-from ppdiffusers_tome.methods import METHODS, matching, plan
+from ppdiffusers_tome.methods import METHODS, config, matching, plan
 
 RESULTS = ROOT / "benchmarks" / "results"
 NAMES = {"paddle": paddle, **{name: getattr(ppdiffusers_tome, name) for name in ppdiffusers_tome.__all__}}
@@ -34,7 +34,13 @@ OPTION = r"--[a-z][a-z0-9-]*"
 HISTORY = ["CHANGELOG.md"]  # it quotes commands of its time
 
 
-@pytest.mark.parametrize("module", [config, wording, grid, plan, matching], ids=lambda module: module.__name__)
+COMMON = ToMeConfig.defaults()  # the settings that all methods have
+OF_METHODS = [sys.modules[method.__module__] for method in METHODS.values()]
+
+
+@pytest.mark.parametrize(
+    "module", [config, *OF_METHODS, wording, grid, plan, matching], ids=lambda module: module.__name__
+)
 def test_examples_in_docstrings(module):
     tests = [test for test in doctest.DocTestFinder().find(module, extraglobs=NAMES) if test.examples]
     assert tests
@@ -42,20 +48,31 @@ def test_examples_in_docstrings(module):
         assert doctest.DocTestRunner().run(test).failed == 0
 
 
+def documented_defaults(rows):
+    """The names in the first column of a table, each with its default in the second one."""
+    documented = {}
+    for names, values, _ in rows:
+        if names.startswith("`"):
+            pairs = zip(names.split(","), values.split(","), strict=True)
+            documented |= {name.strip().strip("`"): value.strip().strip('`"') for name, value in pairs}
+    return documented
+
+
 def test_api_document_has_the_defaults_of_apply_tome():
-    """Those that the default method does not have are marked: they are the defaults of other methods."""
-    (settings,) = [rows for header, *rows in tables("docs/api.md") if header[1] == "default"]
-    documented, marked = {}, set()
-    for names, values, _ in settings:
-        names, mark, _ = names.partition(" (¹)")
-        of_row = [name.strip().strip("`") for name in names.split(",")]
-        documented |= {name: value.strip().strip('`"') for name, value in zip(of_row, values.split(","), strict=True)}
-        marked |= {*of_row} if mark else set()
-    settings = ToMeConfig().settings()
-    method = METHODS[settings["method"]]
-    assert marked == {name for name in settings if not method.has(name)}
-    settings |= {"config": None, "controlnet": True}
-    assert documented == {name: str(value) for name, value in settings.items()}
+    (rows,) = [rows for header, *rows in tables("docs/api.md") if header[1] == "default"]
+    common = {name: value for name, value in ToMeConfig().settings().items() if name in COMMON}
+    expected = {**common, "config": None, "controlnet": True}
+    assert documented_defaults(rows) == {name: str(value) for name, value in expected.items()}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_document_has_the_settings_of_each_method(method):
+    """In a table in its section, beside those that all methods have."""
+    (_, section) = text_of("docs/methods.md").split(f"\n## `{method}`\n")
+    rows, *_ = [rows for header, *rows in tables_in(section.partition("\n## ")[0]) if header[0] == "setting"]
+    settings = METHODS[method]().settings()
+    expected = {name: str(value) for name, value in settings.items() if name == "ratio" or name not in COMMON}
+    assert documented_defaults(rows) == expected
 
 
 def test_api_document_lists_what_is_public():

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ppdiffusers_tome.config import ToMeConfig
+from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.errors import ToMeConfigError
 
 from ..arm import BUILT_IN, EAGER, PLAIN, Arm

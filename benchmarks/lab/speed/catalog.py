@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import paddle
 
-from ppdiffusers_tome.config import ToMeConfig
+from ppdiffusers_tome import ToMeConfig
 
 from ..arm import BUILT_IN, EAGER, PLAIN, Arm
 from .cases import BOTH, MEMORY_EFFICIENT, TOME, Measurement

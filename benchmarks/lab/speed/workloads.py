@@ -5,8 +5,8 @@ import paddle
 from paddle import nn
 from ppdiffusers import UNet2DConditionModel
 
+from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.attach.placement import placements
-from ppdiffusers_tome.config import ToMeConfig
 from ppdiffusers_tome.export.programs import Traceable, denoiser, unet_inputs
 from ppdiffusers_tome.macs import count_macs, saved_macs
 
