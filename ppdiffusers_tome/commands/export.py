@@ -25,11 +25,11 @@ def add(commands: argparse._SubParsersAction) -> None:
     """Add `export` to the command line."""
     export = add_command(commands, "export", "write a pipeline with token merging as programs", EXAMPLE)
     option = export.add_argument
-    option("--model", required=True, help="ppdiffusers folder or hub name")
+    option("--model", required=True, help="folder of a pipeline, of ppdiffusers or diffusers, or hub name")
     option("--output", type=Path, required=True, help="folder to write")
     option("--ratio", type=float, nargs="+", help="one or several; 0 does not merge (default: the method's own)")
     option("--size", nargs="+", help="one or several, px or WIDTHxHEIGHT in px (default: the model's own)")
-    option("--controlnet", metavar="DIR", help="a ControlNet to fuse with the UNet")
+    option("--controlnet", metavar="DIR", help="a ControlNet to fuse with the UNet, folder or hub name")
     option("--controlnet-ratio", type=float, help="ratio of the ControlNet; 0 does not merge (default: the UNet's)")
     option("--img2img", action="store_true", help="export the VAE's encoder too, for image-to-image and inpainting")
     option("--no-safety-checker", action="store_true", help="omit a safety checker, which cannot be exported")

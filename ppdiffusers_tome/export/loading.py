@@ -2,6 +2,8 @@
 
 import inspect
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,17 @@ import paddle
 import ppdiffusers
 from ppdiffusers import ControlNetModel, DiffusionPipeline, StableDiffusionControlNetPipeline
 
-from ..errors import ToMeConfigError, ToMeExportError
+from ..errors import ToMeConfigError, ToMeError, ToMeExportError
 from ..families.grids import latent_grid
 from ..families.models import vae_factor
-from ..hub import check_hub_name, download_index
+from ..hub import HUB, check_hub_name, download_index, has_diffusers_format
 from ..run.defaults import ModelDefaults, read_defaults
 from ..run.manifest import MANIFEST
+
+DIFFUSERS_WEIGHTS = (
+    "It has diffusers' format, of which ppdiffusers reads weights in float32 or float16, from files that name no "
+    "variant such as fp16. It writes those of text encoders beside them, as model_state.pdparams."
+)
 
 
 def model_defaults(model: str, pipe: DiffusionPipeline) -> ModelDefaults:
@@ -38,20 +45,22 @@ def model_defaults(model: str, pipe: DiffusionPipeline) -> ModelDefaults:
 
 
 def require_model_folder(model: str | Path, hub_names: bool = False) -> None:
-    """Raise unless a model is the folder of a pipeline in ppdiffusers' format.
+    """Raise unless a model is the folder of a pipeline, in the format of ppdiffusers or diffusers.
 
     Args:
         model: the folder.
         hub_names: accept a hub name (owner/name) too; nothing is downloaded.
 
     Raises:
-        ToMeConfigError: the folder does not exist, contains no pipeline, or is an export.
+        ToMeConfigError: the folder does not exist, contains no pipeline, or is an export; or as `read_defaults`.
     """
     folder = Path(model)
     if not folder.is_dir():
         # ppdiffusers would create a folder of that name.
         if not hub_names:
-            raise ToMeConfigError(f"{model} is not a folder: pass the folder of a model in ppdiffusers' format.")
+            raise ToMeConfigError(
+                f"{model} is not a folder: pass the folder of a pipeline of ppdiffusers or diffusers."
+            )
         check_hub_name(str(model))
     elif (folder / MANIFEST).is_file():
         raise ToMeConfigError(
@@ -59,9 +68,10 @@ def require_model_folder(model: str | Path, hub_names: bool = False) -> None:
         )
     elif not (folder / "model_index.json").is_file():
         raise ToMeConfigError(
-            f"{model} has no model_index.json, so it is not a model in ppdiffusers' format: pass the folder that "
-            "save_pretrained of a pipeline wrote."
+            f"{model} has no model_index.json, so it is not a pipeline of ppdiffusers or diffusers: pass the folder "
+            "that save_pretrained of a pipeline wrote."
         )
+    read_defaults(folder)
 
 
 def pipeline_class(model: str) -> type[DiffusionPipeline] | None:
@@ -97,7 +107,7 @@ def load_eager_pipeline(
     """Load a pipeline that is not exported, as `export_pipeline` needs it, or in another dtype for `compare`.
 
     Args:
-        model: folder in ppdiffusers' format, or hub name.
+        model: folder in the format of ppdiffusers or diffusers, or hub name.
         controlnet: the same for a ControlNet; the pipeline is then a StableDiffusionControlNetPipeline.
         safety_checker: False drops the safety checker, if there is one; a pipeline with one cannot be exported.
         dtype: of the weights: "float32" or, on a GPU, "float16".
@@ -109,25 +119,46 @@ def load_eager_pipeline(
     if controlnet is not None and not Path(controlnet).is_dir():
         check_hub_name(controlnet)
     require_model_folder(model, hub_names=True)
-    arguments = {"paddle_dtype": getattr(paddle, dtype)}
-    try:
+    with _explaining(model):
         index = _read_index(model) if Path(model).is_dir() else download_index(model)
-        # ppdiffusers asks for what the folder says is absent, such as the third text encoder of Stable Diffusion 3.
-        dropped: dict[str, Any] = {name: None for name, part in index.items() if part == [None, None]}
-        if not safety_checker:
-            own = _class_of(index) or DiffusionPipeline
-            cls = own if controlnet is None else StableDiffusionControlNetPipeline
-            has_checker = "safety_checker" in inspect.signature(cls).parameters
-            dropped |= {"safety_checker": None, "requires_safety_checker": False} if has_checker else {}
-        if controlnet is None:
-            return DiffusionPipeline.from_pretrained(model, **arguments, **dropped)
-        network = ControlNetModel.from_pretrained(controlnet, **arguments)
-        return StableDiffusionControlNetPipeline.from_pretrained(model, controlnet=network, **arguments, **dropped)
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())
+    # ppdiffusers asks for what the folder says is absent, such as the third text encoder of Stable Diffusion 3.
+    dropped: dict[str, Any] = {name: None for name, part in index.items() if part == [None, None]}
+    cls = DiffusionPipeline if controlnet is None else StableDiffusionControlNetPipeline
+    if not safety_checker:
+        own = cls if controlnet is not None else _class_of(index) or cls
+        has_checker = "safety_checker" in inspect.signature(own).parameters
+        dropped |= {"safety_checker": None, "requires_safety_checker": False} if has_checker else {}
+    networks = {} if controlnet is None else {"controlnet": _load(ControlNetModel, controlnet, dtype)}
+    return _load(cls, model, dtype, **networks, **dropped)
+
+
+def _load(cls: type[DiffusionPipeline | ControlNetModel], model: str, dtype: str, **components: Any) -> Any:
+    """What a folder or a hub name contains, of this class; `components` take the place of its own."""
+    with _explaining(model):
+        from_diffusers = has_diffusers_format(cls, model)
+    with _explaining(model, DIFFUSERS_WEIGHTS if from_diffusers else ""):
+        return cls.from_pretrained(
+            model, from_diffusers=from_diffusers, paddle_dtype=getattr(paddle, dtype), **components
+        )
+
+
+@contextmanager
+def _explaining(model: str, remedy: str = "") -> Iterator[None]:
+    """Let errors of ppdiffusers, which are of many types, name the model that it loads in this context.
+
+    Raises:
+        ToMeExportError: instead of them.
+    """
+    try:
+        yield
+    except ToMeError:
+        raise
+    except Exception as error:
+        words = str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
+        reason = " ".join((f"{words.rstrip('. ')}. {remedy}" if remedy else words).split())
         if not Path(model).is_dir():
             raise ToMeExportError(
-                f"{model} is not a folder in {Path.cwd()}, and could not be loaded as the name of a model on a hub: "
+                f"{model} is not a folder in {Path.cwd()}, and could not be loaded as the name of a model on {HUB}: "
                 f"{reason}"
             ) from error
         raise ToMeExportError(f"{model} cannot be loaded: {reason}") from error

@@ -150,6 +150,7 @@ def test_a_missing_folder_is_named_before_a_hub(command, tmp_path, monkeypatch, 
     assert main([command, "--model", "examples/scenes_sd", "--output", "out"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: examples/scenes_sd is not a folder in {tmp_path}, and could not be loaded as")
+    assert "on ppdiffusers' hub (FROM_HF_HUB=1 in the environment: Hugging Face's): 404" in error
 
 
 EXAMPLES = {  # by command: how often the examples of its help call each command; None is the program itself

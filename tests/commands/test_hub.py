@@ -1,5 +1,6 @@
 """A model of a hub: a server here has the files of a pipeline, and a process with empty caches loads it by name."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -12,10 +13,11 @@ from threading import Thread
 
 import paddle
 import pytest
+from hub_folders import write_diffusers_folder, write_diffusers_model
 from ppdiffusers import StableDiffusionPipeline
 from ppdiffusers.pipelines.stable_diffusion import StableDiffusionSafetyChecker
 from ppdiffusers.transformers import CLIPConfig
-from zoo.parts import ONE_LEVEL, image_config, image_processor, stable_diffusion, text_config, unet
+from zoo.parts import ONE_LEVEL, controlnet, image, image_config, image_processor, stable_diffusion, text_config, unet
 
 import ppdiffusers_tome
 from ppdiffusers_tome.errors import ToMeConfigError
@@ -24,15 +26,18 @@ NAME = "owner/stable-diffusion"
 
 
 class Hub(SimpleHTTPRequestHandler):
-    """The files of a folder, with the ETag that PaddleNLP requires; `requests` are the paths that were found."""
+    """The files of a folder, with the headers of both hubs; `requests` are the names of the files that were found."""
 
     def __init__(self, requests, *arguments, **options):
         self.requests = requests
         super().__init__(*arguments, **options)
 
-    def end_headers(self):
-        self.send_header("ETag", "etag")
-        super().end_headers()
+    def send_response(self, code, message=None):
+        super().send_response(code, message)
+        self.send_header("ETag", hashlib.sha256(self.path.encode()).hexdigest())
+        self.send_header("X-Repo-Commit", "0" * 40)
+        if code == 404:
+            self.send_header("X-Error-Code", "EntryNotFound")
 
     def log_message(self, *_):
         pass
@@ -48,7 +53,9 @@ def serving(folder):
     requests = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, requests, directory=str(folder / "hub")))
     Thread(target=server.serve_forever, daemon=True).start()
-    places = {"PPNLP_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "PPNLP_HOME": str(folder / "cache")}
+    url = f"http://127.0.0.1:{server.server_port}"
+    places = {"PPNLP_ENDPOINT": url, "PPNLP_HOME": str(folder / "cache")}
+    places |= {"HF_ENDPOINT": url, "HF_HOME": str(folder / "cache_of_hugging_face")}
     try:
         yield requests, os.environ | places
     finally:
@@ -57,8 +64,13 @@ def serving(folder):
 
 
 def place_on_hub(folder):
-    """The folder of the model on the hub."""
+    """The folder of the model on ppdiffusers' hub."""
     return folder / "hub" / "models" / "community" / NAME
+
+
+def place_on_hugging_face(folder, name):
+    """The folder of a model on Hugging Face's hub."""
+    return folder / "hub" / name / "resolve" / "main"
 
 
 OWN_SCRIPT = f"""
@@ -118,3 +130,34 @@ def test_a_model_of_a_hub_with_a_safety_checker_and_variants(tmp_path):
     assert result["model"] == NAME and result["dtype"] == "float32" and len(result["arms"]) == 3
     assert result["environment"]["machine"] and result["environment"]["paddlepaddle"] == paddle.__version__
     assert "safety" not in done.stderr  # which compare drops
+
+
+@pytest.mark.parametrize("format", ["diffusers", "ppdiffusers"])
+def test_a_model_of_hugging_faces_hub(format, tmp_path):
+    """Each model in the format that it has there."""
+    pipe, network = StableDiffusionPipeline(**stable_diffusion(unet=unet(**ONE_LEVEL))), controlnet(**ONE_LEVEL)
+    places = [place_on_hugging_face(tmp_path, name) for name in (NAME, "owner/controlnet")]
+    if format == "diffusers":
+        write_diffusers_folder(pipe, places[0])
+        write_diffusers_model(network, places[1])
+    else:
+        pipe.save_pretrained(str(places[0]))
+        network.save_pretrained(str(places[1]))
+    image().save(tmp_path / "edges.png")
+    command = [
+        sys.executable,
+        "-m",
+        "ppdiffusers_tome",
+        "compare",
+        "--model",
+        NAME,
+        "--controlnet",
+        "owner/controlnet",
+    ]
+    command += ["--image", str(tmp_path / "edges.png"), "--size", "32", "--steps", "1", "--rounds", "1"]
+    command += ["--prompt", "a fox", "--ratio", "0.5", "--output", str(tmp_path)]
+    with serving(tmp_path) as (requests, environment):
+        done = subprocess.run(command, env=environment | {"FROM_HF_HUB": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    framework = {"diffusers": "pytorch", "ppdiffusers": "paddle"}[format]
+    assert {name for name in requests if name.startswith("diffusion_")} == {f"diffusion_{framework}_model.safetensors"}
