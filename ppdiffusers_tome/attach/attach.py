@@ -10,7 +10,7 @@ from typing import Any
 from paddle import nn
 
 from ..config import LAYERS, LEVELS, ToMeConfig
-from ..errors import NoMergeableLayerError, ToMeConfigError
+from ..errors import NoMergeableLayerError, ParameterError, ToMeConfigError
 from ..families.models import (
     MergeableBlock,
     check_not_compiled,
@@ -60,18 +60,7 @@ def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> No
         NoMergeableLayerError: no block is at the configs' levels. After any error the target is unchanged.
     """
     before = attached_configs(target)
-    for name, denoiser in denoisers(target).items():
-        check_not_compiled(name, denoiser)
-    chosen: dict[nn.Layer, tuple[ToMeConfig, list[tuple[MergeableBlock, Placement]]]] = {}
-    for denoiser, _ in before:
-        denoiser_config = controlnet if is_controlnet(denoiser) else config
-        if denoiser_config is not None and (placed := placements(denoiser, denoiser_config)):
-            chosen[denoiser] = denoiser_config, placed
-    if not chosen:
-        raise NoMergeableLayerError(_nothing_to_merge(target, config, controlnet))
-    for placed_config, placed in chosen.values():
-        if placed_config.merge_mlp and any(block.is_chunked and one.share < 1 for block, one in placed):
-            raise ToMeConfigError(CHUNKED_FEED_FORWARD)
+    chosen = choose_blocks(target, config, controlnet)
     try:
         for component in layer_components(target).values():
             remove_builtin(component)
@@ -83,6 +72,39 @@ def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> No
     except BaseException:
         restore(target, before)
         raise
+
+
+def choose_blocks(
+    target: Any, config: ToMeConfig, controlnet: ToMeConfig | None
+) -> dict[nn.Layer, tuple[ToMeConfig, list[tuple[MergeableBlock, Placement]]]]:
+    """The denoisers in which `attach` merges, each with its config and what merges in its blocks; nothing is changed.
+
+    Arguments and errors are those of `attach`.
+    """
+    for name, denoiser in denoisers(target).items():
+        check_not_compiled(name, denoiser)
+    chosen = {}
+    for denoiser in denoisers(target).values():
+        own = controlnet if is_controlnet(denoiser) else config
+        if own is not None and (placed := _placements(denoiser, own, config)):
+            chosen[denoiser] = own, placed
+    if not chosen:
+        raise NoMergeableLayerError(_nothing_to_merge(target, config, controlnet))
+    for own, placed in chosen.values():
+        if own.merge_mlp and any(block.is_chunked and one.share < 1 for block, one in placed):
+            raise ToMeConfigError(CHUNKED_FEED_FORWARD)
+    return chosen
+
+
+def _placements(denoiser: nn.Layer, config: ToMeConfig, common: ToMeConfig) -> list[tuple[MergeableBlock, Placement]]:
+    """`placements`, whose errors about the ratio of a ControlNet name the argument that it comes from."""
+    try:
+        return placements(denoiser, config)
+    except ParameterError as error:
+        if not is_controlnet(denoiser):
+            raise
+        name = "ratio" if config == common else "controlnet"
+        raise ParameterError(name, error.value, f"in the ControlNet {error.rule}") from None
 
 
 def _nothing_to_merge(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> str:

@@ -19,12 +19,11 @@ from .._version import __version__
 from ..errors import ToMeExportError
 from ..families.models import vae_factor
 from ..families.schedules import default_steps, timesteps_of
-from ..run.defaults import ModelDefaults, read_defaults
 from ..run.manifest import ProgramFile, Size, ratio_name
 from ..run.onnx_weights import external_places, set_places
 from ..run.runtime import load_module
 from ..wording import method_in_words
-from .exportable import is_xl, text_encoders
+from .exportable import defaults_of, is_xl, text_encoders
 from .layouts import MARK, DiffusersLayout
 from .request import DenoiserMerging
 
@@ -359,12 +358,11 @@ def _readme(layout: DiffusersLayout, pipe: DiffusionPipeline, about: Mapping[str
     sides = f"height={height}, width={width}"
     arguments = {"Img2Img": "image=image", "Inpaint": f"image=image, mask_image=mask, {sides}"}
     merged = f"Token merging is part of the UNet: ratio {ratio}, {about['method']}."
-    model = pipe.config.get("_name_or_path")  # None of a pipeline that was made in Python
-    own = read_defaults(Path(model)) if model else ModelDefaults()
+    own = defaults_of(pipe)
     settings = {"num_inference_steps": own.steps, "guidance_scale": own.guidance_scale}
     template = Path(__file__).with_name(f"readme_{layout.format}.md").read_text(encoding="utf-8")
     return Template(template).substitute(
-        name=Path(model or class_name).name,
+        name=Path(pipe.config.get("_name_or_path") or class_name).name,
         class_name=class_name,
         version=about["version"],
         width=width,

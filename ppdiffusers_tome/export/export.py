@@ -39,7 +39,15 @@ from . import programs
 from .comparison import Comparison
 from .conversion import Converter
 from .diffusers_layout import check_loadable, write_layout
-from .exportable import applied_merging, check_pipeline, controlnet_of, is_xl, sizes_for, text_encoders
+from .exportable import (
+    applied_merging,
+    check_merging,
+    check_pipeline,
+    controlnet_of,
+    is_xl,
+    sizes_for,
+    text_encoders,
+)
 from .layouts import DiffusersLayout, Layout, choose_layout
 from .programs import Traceable, count_residuals
 from .request import DenoiserMerging, ExportRequest, list_merging, list_sizes, make_configs
@@ -131,6 +139,7 @@ def write_export(pipe: DiffusionPipeline, request: ExportRequest) -> Manifest:
     if isinstance(layout, DiffusersLayout):
         check_loadable(pipe, layout)
     merging = request.merging or (applied_merging(pipe),)
+    check_merging(pipe, merging)
     sizes = sizes_for(pipe, request.sizes)
     image_to_image = request.image_to_image or READERS[type(pipe).__name__][0] is None
     planned = list_programs(sizes, [one.ratio for one in merging], text_encoders(pipe), image_to_image)

@@ -1,14 +1,18 @@
 """Which pipelines can be exported, and what an export takes from them where the request leaves it open."""
 
 import math
+from collections.abc import Iterable
+from pathlib import Path
 
+import ppdiffusers
 from paddle import nn
 from ppdiffusers import ControlNetModel, DiffusionPipeline
 
-from ..attach.attach import config_of
+from ..attach.attach import choose_blocks, config_of
 from ..errors import ToMeConfigError, ToMeExportError
 from ..families.grids import latent_grid
-from ..families.models import vae_factor
+from ..families.models import text_tokens, vae_factor
+from ..run.defaults import ModelDefaults, read_defaults
 from ..run.manifest import READERS, TEXT_ENCODERS, Size
 from ..run.models import ExportedUNet
 from .request import STEP, DenoiserMerging, check_multiple
@@ -17,13 +21,41 @@ NEEDED = ("unet", "vae", "scheduler", *TEXT_ENCODERS, "tokenizer", "tokenizer_2"
 
 
 def check_pipeline(pipe: DiffusionPipeline) -> None:
-    """Raise ToMeExportError unless a pipeline can be exported."""
+    """Raise unless a pipeline can be exported.
+
+    Raises:
+        ToMeExportError: it is of a class, or has a component, that an export cannot have.
+        ToMeConfigError: as `defaults_of`.
+    """
     class_name = type(pipe).__name__
     if class_name not in READERS:
         raise ToMeExportError(
             f"{class_name} cannot be exported: only {', '.join(READERS)} can. Run it in eager mode with apply_tome()."
         )
     _check_components(pipe)
+    _check_scheduler(pipe)
+    _check_tokens(pipe)
+    defaults_of(pipe)  # a file with errors is one now, and not in the export that gets a copy
+
+
+def check_merging(pipe: DiffusionPipeline, merging: Iterable[DenoiserMerging]) -> None:
+    """Raise, before any program is written, what `attach` raises for the models of a program.
+
+    Raises:
+        ToMeConfigError, NoMergeableLayerError: as `attach`.
+    """
+    controlnet = controlnet_of(pipe)
+    for one in merging:
+        if one.unet is not None:
+            choose_blocks(pipe.unet, one.unet, None)
+        if one.controlnet is not None and controlnet is not None:
+            choose_blocks(controlnet, one.unet or one.controlnet, one.controlnet)
+
+
+def defaults_of(pipe: DiffusionPipeline) -> ModelDefaults:
+    """The recommended settings in the folder that a pipeline was loaded from; errors are those of `read_defaults`."""
+    folder = pipe.config.get("_name_or_path")  # None of a pipeline that was made in Python
+    return read_defaults(Path(folder)) if folder else ModelDefaults()
 
 
 def applied_merging(pipe: DiffusionPipeline) -> DenoiserMerging:
@@ -100,3 +132,26 @@ def _check_components(pipe: DiffusionPipeline) -> None:
     controlnet = controlnet_of(pipe)
     if controlnet is not None and not isinstance(controlnet, ControlNetModel):
         raise ToMeExportError(f"{type(controlnet).__name__} cannot be exported: pass a single ControlNetModel.")
+
+
+def _check_scheduler(pipe: DiffusionPipeline) -> None:
+    """Raise ToMeExportError if what loads an export has no scheduler of this class."""
+    cls = type(pipe.scheduler)
+    if getattr(ppdiffusers, cls.__name__, None) is not cls:
+        raise ToMeExportError(
+            f"the scheduler is {cls.__module__}.{cls.__name__}, but an export is loaded with a class that ppdiffusers "
+            "has under its name. Set one for the export, such as pipe.scheduler = "
+            "DDIMScheduler.from_config(pipe.scheduler.config), and yours in the pipeline that load_pipeline returns."
+        )
+
+
+def _check_tokens(pipe: DiffusionPipeline) -> None:
+    """Raise ToMeExportError if prompts are padded to more tokens than a text encoder has positions for."""
+    tokens = text_tokens(pipe)
+    for name in text_encoders(pipe):
+        positions = getattr(getattr(pipe, name).config, "max_position_embeddings", tokens)
+        if tokens > positions:
+            raise ToMeExportError(
+                f"the tokenizer pads prompts to {tokens} tokens, but the {name} has {positions} positions: set "
+                f"model_max_length to {positions} in tokenizer_config.json, or in the pipeline's tokenizers."
+            )
