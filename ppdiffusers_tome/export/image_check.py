@@ -105,7 +105,10 @@ def _eager_images(pipe: DiffusionPipeline, cases: Sequence[ImageCase], size: Siz
     eager = copy.copy(pipe)
     models = {name: model for name, model in vars(pipe).items() if isinstance(model, nn.Layer)}
     copies = {name: working_copy(model) for name, model in models.items()}  # as those that are traced
-    vars(eager).update(copies, scheduler=copy.deepcopy(pipe.scheduler))
+    scheduler = copy.deepcopy(pipe.scheduler)
+    tensors = {name: value.cpu() for name, value in vars(scheduler).items() if paddle.is_tensor(value)}
+    vars(scheduler).update(tensors)
+    vars(eager).update(copies, scheduler=scheduler)
     images = []
     for case in cases:
         merge_by(eager, *case.merging.configs)
