@@ -167,7 +167,7 @@ class ToMeConfig:
         return [1 - self.effective_ratio] * count
 
     def count_kept(self, grid: Grid, share: float) -> int:
-        """How many tokens of a grid, or of each frame of a video, remain in a block that keeps `share` (< 1) of them."""
+        """How many tokens of a grid, or of each frame of a video, remain in a block that keeps this share (< 1)."""
         raise NotImplementedError
 
     def constants(self, grid: Grid, kept: int, block: int) -> Any:

@@ -104,15 +104,9 @@ def _add_middleware(app: FastAPI, metrics: Metrics, config: AppConfig) -> None:
 @open_routes.get("/health", responses={503: {"model": Health}}, response_model_exclude_none=True)
 async def health(response: Response, service: Service) -> Health:
     """Liveness: 503, with the reason, if the process should be replaced."""
-<<<<<<< ours
-    reason = service.pool.unhealthy_reason
-    response.status_code = 503 if reason else 200
-    return Health(state=service.pool.state, reason=reason)
-=======
-    report = _health_of(pool)
+    report = _health_of(service.pool)
     response.status_code = 503 if report.reason else 200
     return report
->>>>>>> theirs
 
 
 @open_routes.head("/ready", include_in_schema=False)
@@ -121,17 +115,12 @@ async def ready(response: Response, service: Service) -> Health:
     """Readiness: 503 while loading and shutting down."""
     if service.pool.state != "ready":
         response.status_code = 503
-<<<<<<< ours
         response.headers.update(RETRY_AFTER)
-    return Health(state=service.pool.state, reason=service.pool.unhealthy_reason)
-=======
-        response.headers["Retry-After"] = "5"
-    return _health_of(pool)
+    return _health_of(service.pool)
 
 
 def _health_of(pool: EnginePool) -> Health:
     return Health(state=pool.state, engines=pool.engines, reason=pool.unhealthy_reason)
->>>>>>> theirs
 
 
 @key_routes.get("/metrics", response_class=PlainTextResponse)

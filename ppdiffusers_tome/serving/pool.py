@@ -27,12 +27,8 @@ class EnginePool:
     """Engines for the calls of a queue, which accepts jobs as soon as the first engine is loaded.
 
     Args:
-<<<<<<< ours
         load: makes an engine, which is wanted until the pool is closed; called once in each thread, and again if its
-            engine is lost.
-=======
-        load: makes an engine; called once in each thread, and again if its engine is lost or cannot be loaded.
->>>>>>> theirs
+            engine is lost or cannot be loaded.
         queue: the calls.
         metrics: shows whether the pool is ready, and the programs that engines load.
         min_engines, max_engines: number of engines. Another one is loaded when an image has waited for ten seconds and
@@ -135,20 +131,6 @@ class EnginePool:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self, is_temporary: bool) -> None:
-<<<<<<< ours
-        """A thread: load an engine, run call after call until closed, and load another engine if it is lost."""
-        try:
-            while not self.is_closed and (not is_temporary or self._wait_until_needed()):
-                engine = self._load(lambda: self.is_closed)
-                self._add(engine)
-                try:
-                    self._run(engine, SCALE_DOWN_SECONDS if is_temporary else inf)
-                except EngineLostError as lost:
-                    logger.error("an engine was lost and is replaced: %s", lost)
-                finally:
-                    self._remove(engine)
-                del engine  # ends its process, if it has one
-=======
         """A thread: load an engine, run call after call until closed, and load another engine if it is lost.
 
         A thread that fails is temporary from then on: it waits until it is needed.
@@ -160,13 +142,12 @@ class EnginePool:
                 is_temporary = True
                 self._stand_by(error)
             else:
->>>>>>> theirs
                 if is_temporary:
                     self._stand_by()
 
     def _run_engine(self, max_idle_seconds: float) -> None:
         """Load an engine, and run it as `_run` until it is lost."""
-        engine = self._load()
+        engine = self._load(lambda: self.is_closed)
         self._add(engine)
         try:
             self._run(engine, max_idle_seconds)
