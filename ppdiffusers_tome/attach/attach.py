@@ -139,12 +139,13 @@ def _apply(denoiser: nn.Layer, config: ToMeConfig, placed: list[tuple[MergeableB
 
 
 def _install(block: MergeableBlock, placement: Placement, attachment: Attachment, is_first: bool) -> None:
+    timestep = None
     if block.timestep_layer is not None:
-        ensure(block.timestep_layer, TimestepWrap(attachment, block.family))
+        timestep = ensure(block.timestep_layer, TimestepWrap(attachment, block.family))
     of_unet = TransformerWrap(attachment, is_first and block.timestep_layer is None)
     transformer = ensure(block.transformer, of_unet) if block.is_in_unet else None
     grid = ensure(block.grid_layer, GridWrap(attachment, block, transformer))
-    ensure(block.block, BlockWrap(attachment, block, grid))
+    ensure(block.block, BlockWrap(attachment, block, grid, timestep))
     if placement.share == 1:
         return
     for name in placement.layers:

@@ -13,7 +13,7 @@ from ..grid import Grid
 from ..methods.plan import MergePlan, Turn
 from ..tensors import constants
 from .forward import Wrap, is_outermost
-from .outer import THROUGH_ITS_MODEL, GridWrap, PassWrap, read_timestep
+from .outer import THROUGH_ITS_MODEL, GridWrap, PassWrap, TimestepWrap, read_timestep
 from .placement import Placement
 from .running import Running, now_running, running
 from .state import Attachment, Cache, Pass, TimestepOfPass
@@ -31,14 +31,18 @@ class BlockWrap(PassWrap):
         attachment: of the denoiser.
         block: the block.
         grid: the wrap that sees the block's token grid.
+        timestep: the wrap that sees the timestep; None if no layer shows it.
     """
 
     is_recomputed = True
 
-    def __init__(self, attachment: Attachment, block: MergeableBlock, grid: GridWrap) -> None:
+    def __init__(
+        self, attachment: Attachment, block: MergeableBlock, grid: GridWrap, timestep: TimestepWrap | None
+    ) -> None:
         super().__init__(attachment)
         self.index, self._family, self._facts = block.index, block.family, block.facts
         self._grid = grid
+        self._earlier = (grid,) if timestep is None else (grid, timestep)  # wraps that run before in each pass
         self._constants, self._tables = Cache(), Cache()
 
     def forget_constants(self) -> None:
@@ -46,7 +50,8 @@ class BlockWrap(PassWrap):
         self._constants.clear()
 
     def is_like(self, other: PassWrap) -> bool:
-        return super().is_like(other) and isinstance(other, BlockWrap) and self.index == other.index
+        is_same = isinstance(other, BlockWrap) and (self.index, self._earlier) == (other.index, other._earlier)
+        return is_same and super().is_like(other)
 
     def last_grid(self) -> Grid | None:
         """The token grid of the block in the last pass of this thread; None before the first."""
@@ -59,6 +64,9 @@ class BlockWrap(PassWrap):
             raise ToMePassError(f"{type(layer).__name__} got no {name}: {THROUGH_ITS_MODEL}.")
         tokens, others = (args[0], args[1:]) if args else (kwargs[name], ())
         one = self.enter(layer, tokens)
+        one.reached_blocks = True
+        if not one.seen.issuperset(self._earlier):
+            one.mark_partial()
         placement = None if one.applied is None else one.applied.placements.get(self.index)
         plan = None
         if placement is not None and placement.share < 1:
@@ -96,11 +104,7 @@ class BlockWrap(PassWrap):
         timestep: TimestepOfPass | None,
     ) -> MergePlan | None:
         """The plan of a call of the block; None if nothing merges on its grid."""
-        grid = one.grids.get(self._grid)
-        if grid is None:
-            raise ToMePassError(
-                f"a block got {tokens.shape[1]} tokens but no feature map was seen: {THROUGH_ITS_MODEL}."
-            )
+        grid = one.grids[self._grid]
         metric = split(self._facts.gets_text, tokens, grid.tokens).image
         self._grid.check(grid, metric.shape[1])
         kept = placement.count_kept(grid)

@@ -1,7 +1,7 @@
 """The wraps of layers outside of blocks: they begin a pass, and read its timestep and its token grids.
 
 A call of a layer belongs to the last pass of its thread, unless the layer begins the next one. A layer that may begin
-a pass does so when it runs again, which means that it has already run in the last one:
+a pass does so if the last one has already run it, or a block:
 
 layer           wrap             may begin a pass                  in which models it comes first
 --------------  ---------------  --------------------------------  -----------------------------------------------
@@ -9,13 +9,13 @@ timestep layer  TimestepWrap     in every model                    UNets, their 
                                                                    VCtrl, HunyuanVideo
 transformer     TransformerWrap  the first that merges, in a UNet  UNets whose timestep is not read
                                  without a timestep layer
-grid layer      GridWrap         outside of UNets, and in such a   Stable Diffusion 3, PixArt, DiT, VQ-Diffusion,
-                                 transformer                       Wan
+grid layer      GridWrap         outside of UNets, and of such a   Stable Diffusion 3, PixArt, DiT, VQ-Diffusion,
+                                 transformer unless its wrap ran   Wan
 block           BlockWrap        never                             none
 
 The first `apply_tome` may install the wraps while a pass runs, and nothing merges in that pass: if the first layer
-that runs in a thread may not begin a pass, it joins one that has begun before. After such a pass, any layer that may
-begin a pass does.
+that runs in a thread may not begin a pass, it joins one that has begun before, and so does a block if its grid layer
+or its timestep layer has not run in the pass. After such a pass, any layer that may begin a pass does.
 
 Gradient checkpointing runs a transformer or a block again after its pass, with an input that is recorded. Such a call
 belongs to the pass of its input.
@@ -49,7 +49,6 @@ class PassWrap(Wrap):
         attachment: of the denoiser.
     """
 
-    may_begin = False  # whether the layer begins a pass when it runs again
     is_recomputed = False  # whether gradient checkpointing may run the layer again without what came before it
 
     def __init__(self, attachment: Attachment) -> None:
@@ -59,6 +58,10 @@ class PassWrap(Wrap):
     def is_like(self, other: "PassWrap") -> bool:
         return self.attachment is other.attachment
 
+    def may_begin(self, current: Pass | None) -> bool:
+        """Whether the layer may begin the pass after the current one."""
+        return False
+
     def enter(self, layer: nn.Layer, x: paddle.Tensor) -> Pass:
         """The pass to which a call with the input x belongs."""
         attachment, current = self.attachment, self.attachment.current
@@ -67,10 +70,12 @@ class PassWrap(Wrap):
         known = self.records.find(x) if keeps_records and (current is None or is_again) else None
         if known is not None:
             current = attachment.continue_with(known)
-        elif self.may_begin and (is_again or current is None or current.is_joined):
-            current = attachment.begin()
         elif current is None:
-            current = attachment.join()
+            current = attachment.begin()
+            if not self.may_begin(None):
+                current.mark_partial()
+        elif self.may_begin(current) and (is_again or current.reached_blocks or current.is_partial):
+            current = attachment.begin()
         current.seen.add(self)
         if keeps_records and layer.training:
             self.records.add(x, current)
@@ -85,12 +90,13 @@ class TimestepWrap(PassWrap):
         family: of its blocks.
     """
 
-    may_begin = True
-
     def __init__(self, attachment: Attachment, family: Family) -> None:
         super().__init__(attachment)
         self._family = family
         self._tables = Cache()
+
+    def may_begin(self, current: Pass | None) -> bool:
+        return True
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         timestep = _first(args, kwargs)
@@ -105,14 +111,17 @@ class TransformerWrap(PassWrap):
 
     Args:
         attachment: of the denoiser.
-        may_begin: whether it begins a pass when it runs again.
+        is_first: whether no layer before it has a wrap.
     """
 
     is_recomputed = True
 
-    def __init__(self, attachment: Attachment, may_begin: bool) -> None:
+    def __init__(self, attachment: Attachment, is_first: bool) -> None:
         super().__init__(attachment)
-        self.may_begin = may_begin
+        self.is_first = is_first
+
+    def may_begin(self, current: Pass | None) -> bool:
+        return self.is_first
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         self.enter(layer, _first(args, kwargs))
@@ -131,8 +140,13 @@ class GridWrap(PassWrap):
     def __init__(self, attachment: Attachment, block: MergeableBlock, transformer: TransformerWrap | None) -> None:
         super().__init__(attachment)
         self._family: Family = block.family
-        # In a UNet also in place of its transformer, whose wrap a cache may leave out.
-        self.may_begin = transformer is None or transformer.may_begin
+        self._transformer = transformer
+
+    def may_begin(self, current: Pass | None) -> bool:
+        """In a UNet only in place of its transformer, whose wrap a cache may leave out."""
+        if self._transformer is None:
+            return True
+        return self._transformer.is_first and (current is None or self._transformer not in current.seen)
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         x = _first(args, kwargs)

@@ -83,15 +83,20 @@ class Pass:
 
     Args:
         applied: what merges; None if nothing does any more.
-        before: the pass before it in this thread. Its grids hold for transformers that do not show theirs.
-        is_joined: whether it began before there were wraps, so that layers which come first have not been seen.
+        before: the pass before it in this thread. Its grids hold for programs, see `token_grid`.
     """
 
-    def __init__(self, applied: Applied | None, before: "Pass | None", is_joined: bool = False) -> None:
-        self.applied, self.is_joined = applied, is_joined
+    def __init__(self, applied: Applied | None, before: "Pass | None") -> None:
+        self.applied = applied
+        self.is_partial = False  # whether layers of it have run before there were wraps
+        self.reached_blocks = False
         self.timestep: TimestepOfPass | None = None  # None: it is not read
         self.grids: dict[Wrap, Grid] = {} if before is None else dict(before.grids)
         self.seen: set[Wrap] = set()  # the wraps that have run
+
+    def mark_partial(self) -> None:
+        """Merge nothing, because layers of this pass have run before there were wraps."""
+        self.applied, self.is_partial = None, True
 
 
 class Attachment:
@@ -107,10 +112,10 @@ class Attachment:
         current: Pass | None = getattr(self._thread, "current", None)
         return current
 
-    def continue_with(self, one: Pass) -> Pass:
+    def continue_with(self, known: Pass) -> Pass:
         """Make a pass the current one of this thread."""
-        self._thread.current = one
-        return one
+        self._thread.current = known
+        return known
 
     def stop(self, index: int) -> None:
         """Let a block merge no more. If none does, nothing is applied."""
@@ -121,10 +126,6 @@ class Attachment:
     def begin(self) -> Pass:
         """Begin a pass in this thread."""
         return self.continue_with(Pass(self.applied, self.current))
-
-    def join(self) -> Pass:
-        """The pass of this thread, which began before there were wraps, and in which nothing merges."""
-        return self.continue_with(Pass(None, None, is_joined=True))
 
 
 class Records:

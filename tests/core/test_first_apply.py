@@ -134,7 +134,7 @@ def test_a_pass_begins_with_the_layer_of_the_table(name, monkeypatch):
     ("name", "may_begin"),
     [
         ("UNets", {"TimestepWrap"}),
-        ("UNets whose timestep is not read", {"TransformerWrap", "GridWrap"}),
+        ("UNets whose timestep is not read", {"TransformerWrap"}),
         ("PixArt", {"TimestepWrap", "GridWrap"}),
     ],
 )
@@ -158,21 +158,42 @@ def test_a_transformer_that_is_called_alone_does_not_leave_later_passes_without_
     np.testing.assert_array_equal(run(unet), merged)
 
 
+@pytest.mark.parametrize("layer", ["timestep_layer", "transformer", "grid_layer", "block"])
+def test_a_wrap_that_another_library_has_removed_is_installed_again(layer):
+    """By restoring the `forward` from before: whatever ran before, passes have the settings and grids of their own."""
+    unet = make_unet()
+    run(unet.apply_tome(0.5, merge_steps="all"), h=32)
+    del getattr(find_blocks(unet)[0], layer).forward
+    unet.apply_tome(merge_steps="all")
+    expected = make_unet().apply_tome(merge_steps="all")
+    for changes in ({}, {"h": 8, "w": 32, "timestep": 500}):
+        np.testing.assert_array_equal(run(unet, **changes), run(expected, **changes))
+
+
 @pytest.fixture(params=MODELS)
 def model_and_pass(request):
     """A model, and a function that runs a pass of it."""
     return MODELS[request.param]()
 
 
-@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("place", ["after the first embedding", "in the first block", "in the last block"])
 def test_a_pass_that_runs_stays_plain(model_and_pass, place):
-    """A hook of the first block, or of the last, applies merging."""
+    """A hook applies merging."""
     model, once = model_and_pass
+    blocks, order = find_blocks(model), []
+    embeddings = [layer for layer in (blocks[0].timestep_layer, blocks[0].grid_layer) if layer is not None]
+    hooks = [layer.register_forward_post_hook(lambda layer, *_: order.append(layer)) for layer in embeddings]
     plain = once()
+    for hook in hooks:
+        hook.remove()
     merged = (apply_tome(model), once())[1]
     assert np.abs(merged - plain).max() > 1e-6
     remove_tome(model)
-    hook = find_blocks(model)[place].block.register_forward_pre_hook(lambda *_: apply_tome(model) and None)
+    if place == "after the first embedding":
+        hook = order[0].register_forward_post_hook(lambda *_: apply_tome(model) and None)
+    else:
+        block = blocks[0 if place == "in the first block" else -1].block
+        hook = block.register_forward_pre_hook(lambda *_: apply_tome(model) and None)
     np.testing.assert_array_equal(once(), plain)
     hook.remove()
     np.testing.assert_array_equal(once(), merged)

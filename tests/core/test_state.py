@@ -93,11 +93,16 @@ def gradients_of(unet):
     return {name: one.grad.numpy().copy() for name, one in unet.named_parameters() if one.grad is not None}
 
 
+def without_random_state(monkeypatch):
+    """Gradient checkpointing as on a GPU: Paddle cannot preserve its random state on the CPU."""
+    for module in (transformer_2d, unet_2d_blocks):
+        monkeypatch.setattr(module, "recompute", partial(module.recompute, preserve_rng_state=False))
+
+
 @pytest.fixture(params=[None, "FLAG_RECOMPUTE_USE_REENTRANT", "FLAG_USE_OLD_RECOMPUTE"])
 def checkpointed(unet, request, monkeypatch):
     """A UNet in training with gradient checkpointing: of blocks, in two ways, and of whole transformers."""
-    for module in (transformer_2d, unet_2d_blocks):  # Paddle cannot preserve its random state on the CPU
-        monkeypatch.setattr(module, "recompute", partial(module.recompute, preserve_rng_state=False))
+    without_random_state(monkeypatch)
     if request.param is not None:
         monkeypatch.setenv(request.param, "True")
     unet.train()
@@ -161,6 +166,26 @@ def test_two_passes_of_other_settings_before_one_backward_pass(checkpointed):
     (both[0] + both[1]).backward()
     first, second = (expected_gradients(t, **one) for one, t in zip(settings, (999, 10), strict=True))
     assert_close(gradients_of(checkpointed), {name: first[name] + second[name] for name in first})
+
+
+def test_gradients_of_a_unet_whose_transformers_begin_its_passes(monkeypatch):
+    """A transformer that is computed again as a whole belongs to its pass, and so does its grid layer."""
+    without_random_state(monkeypatch)
+    monkeypatch.setenv("FLAG_USE_OLD_RECOMPUTE", "True")
+
+    def gradients(is_checkpointed):
+        unet = make_unet(class_embed_type="timestep")
+        unet.train()
+        unet.apply_tome()
+        if is_checkpointed:
+            unet.enable_gradient_checkpointing()
+        labels = {"class_labels": paddle.to_tensor([1, 2])}
+        losses = [(unet(**inputs(h=h), **labels).sample ** 2).mean() for h in (16, 24)]
+        unet.apply_tome(method="todo")
+        (losses[0] + losses[1]).backward()
+        return gradients_of(unet)
+
+    assert_close(gradients(True), gradients(False))
 
 
 def test_after_removal_and_the_gradients_passes_are_plain(checkpointed):
