@@ -111,9 +111,9 @@ Pool = Annotated[EnginePool, Depends(_pool)]
 @open_routes.get("/health", responses={503: {"model": Health}}, response_model_exclude_none=True)
 async def health(response: Response, pool: Pool) -> Health:
     """Liveness: 503, with the reason, if the process should be replaced."""
-    reason = pool.unhealthy_reason
-    response.status_code = 503 if reason else 200
-    return Health(state=pool.state, reason=reason)
+    report = _health_of(pool)
+    response.status_code = 503 if report.reason else 200
+    return report
 
 
 @open_routes.head("/ready", include_in_schema=False)
@@ -123,7 +123,11 @@ async def ready(response: Response, pool: Pool) -> Health:
     if pool.state != "ready":
         response.status_code = 503
         response.headers["Retry-After"] = "5"
-    return Health(state=pool.state, reason=pool.unhealthy_reason)
+    return _health_of(pool)
+
+
+def _health_of(pool: EnginePool) -> Health:
+    return Health(state=pool.state, engines=pool.engines, reason=pool.unhealthy_reason)
 
 
 @key_routes.get("/metrics", response_class=PlainTextResponse)

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 MAX_FAILURES = 5  # images in a row that failed because of the model, after which the process is unhealthy
 POLL_SECONDS = 1.0  # between two looks of a spare thread at whether it is needed
 SCALE_UP_SECONDS = 10.0  # waiting time of an image after which another engine is loaded
+RETRY_SECONDS = 30.0  # after which an engine that could not be loaded is tried again, if there is another one
 SCALE_DOWN_SECONDS = 600.0  # idle time of an engine after which it is ended, if it is not needed
 
 
@@ -27,11 +28,12 @@ class EnginePool:
     """Engines for the calls of a queue, which accepts jobs as soon as the first engine is loaded.
 
     Args:
-        load: makes an engine; called once in each thread, and again if its engine is lost.
+        load: makes an engine; called once in each thread, and again if its engine is lost or cannot be loaded.
         queue: the calls.
         metrics: shows whether the pool is ready, and the programs that engines load.
         min_engines, max_engines: number of engines. Another one is loaded when an image has waited for ten seconds and
-            all engines run calls, one after the other. It is ended when it has been idle for ten minutes.
+            all engines run calls, one after the other. It is ended when it has been idle for ten minutes. One that
+            cannot be loaded is tried again; the pool fails if there is no other and no thread can load one.
         stuck_seconds: duration of a pipeline call after which the pool is unhealthy.
 
     Raises:
@@ -60,6 +62,8 @@ class EnginePool:
         self.failure: BaseException | None = None  # why the state is "failed"
         self.is_closed = False  # loading ends, and calls end at their next step
         self._engines: list[ImageEngine] = []  # loaded, and not known to be lost; oldest first
+        self._failures_to_load = 0  # in a row, of engines or their programs
+        self._next_load = 0.0  # by time.monotonic(); see RETRY_SECONDS
         self._failures = 0  # images in a row that failed because of the model
         self._has_changed = False  # whether the export is not the one that was loaded
         self._threads = [
@@ -75,6 +79,11 @@ class EnginePool:
         """Start the threads, which load their engines; after the first one `state` becomes "ready"."""
         for thread in self._threads:
             thread.start()
+
+    @property
+    def engines(self) -> int:
+        """The number of engines that are loaded."""
+        return len(self._engines)
 
     @property
     def unhealthy_reason(self) -> str | None:
@@ -121,51 +130,71 @@ class EnginePool:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self, is_temporary: bool) -> None:
-        """A thread: load an engine, run call after call until closed, and load another engine if it is lost."""
-        try:
-            while not self.is_closed and (not is_temporary or self._wait_until_needed()):
-                engine = self._load()
-                self._add(engine)
-                try:
-                    self._run(engine, SCALE_DOWN_SECONDS if is_temporary else inf)
-                except EngineLostError as lost:
-                    logger.error("an engine was lost and is replaced: %s", lost)
-                finally:
-                    self._remove(engine)
-                del engine  # ends its process, if it has one
-                if is_temporary:
-                    with self._changed:
-                        self._busy_threads -= 1
-                        self._spare_threads += 1
-        except BaseException as error:  # whatever ends the thread: requests must not wait for it
-            if not self.is_closed:
-                self._give_up(error)
+        """A thread: load an engine, run call after call until closed, and load another engine if it is lost.
 
-    def _give_up(self, error: BaseException) -> None:
-        """Record that a thread has ended. If no other thread has or will have an engine, the pool has failed."""
-        self._note_change(error)
-        logger.error("an image thread has ended: %s", error, exc_info=not isinstance(error, ToMeError))
+        A thread that fails is temporary from then on: it waits until it is needed.
+        """
+        while not self.is_closed and (not is_temporary or self._wait_until_needed()):
+            try:
+                self._run_engine(SCALE_DOWN_SECONDS if is_temporary else inf)
+            except BaseException as error:  # whatever it is: requests must not wait for this thread
+                is_temporary = True
+                self._stand_by(error)
+            else:
+                if is_temporary:
+                    self._stand_by()
+
+    def _run_engine(self, max_idle_seconds: float) -> None:
+        """Load an engine, and run it as `_run` until it is lost."""
+        engine = self._load()
+        self._add(engine)
+        try:
+            self._run(engine, max_idle_seconds)
+        except EngineLostError as lost:
+            logger.error("an engine was lost and is replaced: %s", lost)
+        finally:
+            self._remove(engine)
+
+    def _stand_by(self, error: BaseException | None = None) -> None:
+        """Count a thread as spare. If no thread has or loads an engine, and each has failed, the pool has failed.
+
+        Args:
+            error: why the thread could not load its engine or run it; None if the engine is not needed.
+        """
         with self._changed:
             self._busy_threads -= 1
+            self._spare_threads += 1
+            if error is None or self.is_closed:
+                return
+            self._note_change(error)
+            self._failures_to_load += 1
+            self._next_load = monotonic() + RETRY_SECONDS
             # Before the first engine is loaded, the spare threads would fail too.
-            if not self._busy_threads and not (self._spare_threads and self.state == "ready"):
+            is_last = self.state != "ready" or self._failures_to_load >= self._spare_threads
+            has_failed = is_last and not self._busy_threads
+            if has_failed:
                 self.state, self.failure = "failed", error
                 self.queue.refuse("the server is not ready: failed", retry_after=5)
                 self.queue.close(error)
             self._changed.notify_all()
+        rest = "no other is left" if has_failed else "it is loaded again when it is needed"
+        logger.error("an engine has failed, %s: %s", rest, error, exc_info=not isinstance(error, ToMeError))
 
     def _wait_until_needed(self) -> bool:
         """Block until another engine is needed, and return True; return False if the pool was closed.
 
         It is needed if an image has waited more than SCALE_UP_SECONDS and no other thread will take it, because all
         run calls: one that loads an engine or a program, or waits for images to fill its batch, will. It is also
-        needed if a thread has ended because it could not replace its engine.
+        needed if a thread could not replace its engine. After a failure it is tried again in RETRY_SECONDS, or at once
+        if there is no other.
         """
         with self._changed:
             while not self.is_closed:
                 all_run = self._busy_threads <= self.queue.running_calls
                 is_late = all_run and self.queue.oldest_wait > SCALE_UP_SECONDS
-                if is_late or (self.state == "ready" and self._busy_threads < self._min_engines):
+                is_missing = self.state == "ready" and self._busy_threads < self._min_engines
+                may_load = not self._busy_threads or monotonic() >= self._next_load
+                if (is_late or is_missing) and may_load:
                     self._busy_threads += 1
                     self._spare_threads -= 1
                     return True
@@ -203,6 +232,8 @@ class EnginePool:
                 return
             elif loads:
                 loads = engine.load_next()
+                if not loads:
+                    self._failures_to_load = 0
 
     def _generate(self, engine: ImageEngine, call: Call) -> None:
         """Run a call and deliver its images.

@@ -231,4 +231,5 @@ class WebuiErrorResponse(BaseModel):
 
 class Health(BaseModel):
     state: State
+    engines: int  # that are loaded
     reason: str | None = None  # why the process should be replaced

@@ -135,7 +135,7 @@ def test_models_and_health(server):
         "a fox",
         "an owl",
     ]
-    assert server.http.get("/health").json() == server.http.get("/ready").json() == {"state": "ready"}
+    assert server.http.get("/health").json() == server.http.get("/ready").json() == {"state": "ready", "engines": 1}
 
 
 # Server-sent events and the page
@@ -779,7 +779,7 @@ def test_large_body_in_chunks_is_refused_before_it_ends(server):
         client.sendall(2 * half)
         assert read_answer(client) == (413, {"detail": "the body is larger than 200000 bytes"})
         client.sendall(20 * half + b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert read_answer(client) == (200, {"state": "ready"})
+        assert read_answer(client) == (200, {"state": "ready", "engines": 1})
 
 
 def test_body_with_a_length_and_in_chunks(server):
@@ -846,7 +846,7 @@ def test_probes_by_any_name_of_the_server(server):
             assert server.http.get(path, headers=headers).status_code == expected, (host, path)
     with server.connect() as client:
         client.sendall(b"GET /ready HTTP/1.0\r\n\r\n")
-        assert read_answer(client) == (200, {"state": "ready"})
+        assert read_answer(client) == (200, {"state": "ready", "engines": 1})
     page = {"Host": "evil.example", "Origin": "http://evil.example"}
     assert server.http.post("/health", headers=page).status_code in (403, 405)
 
@@ -1225,7 +1225,7 @@ def test_health_reports_the_reason():
         server.pool.state = "failed"
         answer = client.get("/health")
         assert answer.status_code == 503
-        assert answer.json() == {"state": "failed", "reason": server.pool.unhealthy_reason}
+        assert answer.json() == {"state": "failed", "engines": 1, "reason": server.pool.unhealthy_reason}
         assert client.head("/health").status_code == 503
 
 

@@ -218,17 +218,6 @@ def test_images_come_before_programs(start):
     assert pool.metrics.registry.get_sample_value("ppdiffusers_tome_program_loads") == 2
 
 
-def test_a_program_that_cannot_be_loaded_ends_the_pool(start):
-    class DamagedEngine(MortalEngine):
-        def load_next(self):
-            raise ToMeConfigError("unet_64x64.onnx is damaged")
-
-    pool = start(DamagedEngine)
-    until(lambda: pool.state == "failed")
-    assert "is damaged" in str(pool.failure) and pool.queue.events[-1] == "closed"
-    assert "could not be loaded" in pool.unhealthy_reason
-
-
 # Failures
 
 
@@ -363,8 +352,9 @@ def test_a_replacement_that_does_not_load_leaves_the_other_engines(start):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Spare threads look a hundred times a second."""
+    """Spare threads look a hundred times a second, and an engine that has failed is tried again at once."""
     monkeypatch.setattr(pool_module, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(pool_module, "RETRY_SECONDS", 0.0)
 
 
 def settle(pool):
@@ -420,7 +410,7 @@ def test_an_idle_engine_is_ended_except_the_last(start, quick, monkeypatch):
 
 
 def test_the_last_engine_is_not_ended(start, quick, monkeypatch):
-    """Not even one of a spare thread, after the threads that always have one could not load it."""
+    """Not even one of a thread that could not load it at first."""
     monkeypatch.setattr(pool_module, "SCALE_DOWN_SECONDS", 0.01)
     tried = []
 
@@ -433,6 +423,61 @@ def test_the_last_engine_is_not_ended(start, quick, monkeypatch):
     pool = start(load, min_engines=2, max_engines=3)
     until(lambda: len(tried) == 3 and pool.queue.idle.count(0.01) >= 5)
     assert run(pool) == 1 and len(pool._engines) == 2
+
+
+@pytest.mark.parametrize("min_engines", [1, 2])
+def test_an_engine_that_does_not_load_is_tried_again(start, quick, min_engines):
+    """Not at once, and not only a spare one: `/health` shows how many there are."""
+    fails, tried = threading.Event(), []
+
+    def load():
+        tried.append(1)
+        if len(tried) > 1 and fails.is_set():
+            raise ToMeConfigError("no room for this engine")
+        return MortalEngine()
+
+    fails.set()
+    pool = start(load, min_engines=min_engines, max_engines=2)
+    until(lambda: is_ready(pool))
+    pool._engines[0].gate.clear()
+    pool.queue.give(call := Call())
+    pool.queue.oldest_wait = pool_module.SCALE_UP_SECONDS + 1
+    until(lambda: len(tried) >= 4)
+    assert pool.engines == 1 and pool.unhealthy_reason is None
+    fails.clear()
+    until(lambda: pool.engines == 2)
+    assert run(pool) == 1, "by the other engine"
+    assert not call.is_done
+
+
+def test_an_engine_that_does_not_load_is_not_tried_all_the_time(start, quick, monkeypatch):
+    monkeypatch.setattr(pool_module, "RETRY_SECONDS", inf)
+    tried = []
+
+    def load():
+        tried.append(1)
+        if len(tried) > 1:
+            raise ToMeConfigError("no room for this engine")
+        return MortalEngine()
+
+    pool = start(load, min_engines=2, max_engines=3)
+    until(lambda: len(tried) == 2)
+    settle(pool)
+    assert len(tried) == 2 and run(pool) == 1
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_program_that_no_engine_can_load_ends_the_pool(start, quick, number):
+    """Although the engines themselves are loaded each time."""
+
+    class DamagedEngine(MortalEngine):
+        def load_next(self):
+            raise ToMeConfigError("unet_64x64.onnx is damaged")
+
+    pool = start(DamagedEngine, min_engines=number, max_engines=3)
+    until(lambda: pool.state == "failed")
+    assert "is damaged" in str(pool.failure) and pool.queue.events[-1] == "closed"
+    assert "could not be loaded" in pool.unhealthy_reason
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -147,7 +147,8 @@ def server(exported_folder, tmp_path_factory):
 
 
 def test_app_is_the_same_as_in_one_process(server):
-    assert server.http.get("/ready").json() == {"state": "ready"}
+    assert server.http.get("/ready").json()["state"] == "ready"
+    until(lambda: server.http.get("/health").json() == {"state": "ready", "engines": 2})
     assert httpx.get(f"{server.http.base_url}/v1/models").status_code == 401
     refused = server.generate(size="64x64")
     assert (refused.status_code, refused.json()["error"]["param"]) == (422, "size")
