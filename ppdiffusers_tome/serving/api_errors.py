@@ -14,6 +14,7 @@ from . import protocol
 from .jobs import GenerationError, JobError
 from .tickets import QueueFullError, UnavailableError
 
+RETRY_AFTER = {"Retry-After": "5"}  # seconds, however many images wait
 CLIENT_GONE = 499  # nginx's status: nobody reads this answer, it exists for the counters
 WEBUI_PATHS = ("/sdapi/", "/internal/ping", "/login_check", "/queue/status")  # of clients of stable-diffusion-webui
 NO_SUCH_PATH = "this server has no such path: /openapi.json lists its paths"
@@ -97,7 +98,7 @@ def api_error(error: Exception, path: str) -> ApiError:
         return ApiError(422, str(error), names.get(error.field, error.field), "invalid_value")
     if isinstance(error, UnavailableError):
         status, code = (429, "queue_full") if isinstance(error, QueueFullError) else (503, "unavailable")
-        return ApiError(status, str(error), code=code, headers={"Retry-After": str(error.retry_after)})
+        return ApiError(status, str(error), code=code, headers=RETRY_AFTER)
     if isinstance(error, GenerationError):
         return ApiError(500, str(error), code="generation_failed")
     if isinstance(error, HTTPException):  # from FastAPI itself: an unknown path or method

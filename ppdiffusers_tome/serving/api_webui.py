@@ -69,9 +69,8 @@ async def check_login() -> None:
 
 @probes.get("/queue/status")
 async def show_queue(service: Service) -> QueueStatus:
-    """The number of waiting images, of both interfaces, and an estimate of their time."""
-    queue = service.queue
-    return QueueStatus(queue_size=queue.progress().waiting, queue_eta=queue.wait_seconds())
+    """The number of waiting images, of both interfaces."""
+    return QueueStatus(queue_size=service.queue.progress().waiting)
 
 
 def image_routes(service: ImageService) -> APIRouter:

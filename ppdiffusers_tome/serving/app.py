@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from .._version import __version__
 from ..errors import ParameterError
 from . import api_openai, api_webui
-from .api_errors import EXPECTED, ApiError, handle_bug, handle_error, responses
+from .api_errors import EXPECTED, RETRY_AFTER, ApiError, handle_bug, handle_error, responses
 from .app_config import AppConfig
 from .image_engine import ServedModel
 from .middleware import BASIC, BEARER, PAGE, CountingMiddleware, OriginMiddleware, RequestMiddleware
@@ -115,7 +115,7 @@ async def ready(response: Response, service: Service) -> Health:
     """Readiness: 503 while loading and shutting down."""
     if service.pool.state != "ready":
         response.status_code = 503
-        response.headers["Retry-After"] = "5"
+        response.headers.update(RETRY_AFTER)
     return Health(state=service.pool.state, reason=service.pool.unhealthy_reason)
 
 

@@ -98,14 +98,14 @@ class EnginePool:
                 return engine.count_tokens(prompt)
             except (EngineLostError, AbandonedError):
                 self._remove(engine)
-        raise UnavailableError("no engine is loaded at the moment", retry_after=5)
+        raise UnavailableError("no engine is loaded at the moment")
 
     def drain(self) -> None:
         """Refuse all further jobs; accepted jobs are finished."""
         with self._changed:
             if self.state != "failed":
                 self.state = "draining"
-                self.queue.refuse("the server is shutting down", retry_after=10)
+                self.queue.refuse("the server is shutting down")
 
     def close(self, seconds: float | None = None) -> bool:
         """Abandon all jobs at the next step and wait for the threads; returns whether they ended in time."""
@@ -150,7 +150,7 @@ class EnginePool:
             # Before the first engine is loaded, the spare threads would fail too.
             if not self._busy_threads and not (self._spare_threads and self.state == "ready"):
                 self.state, self.failure = "failed", error
-                self.queue.refuse("the server is not ready: failed", retry_after=5)
+                self.queue.refuse("the server is not ready: failed")
                 self.queue.close(error)
             self._changed.notify_all()
 

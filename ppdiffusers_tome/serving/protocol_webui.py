@@ -344,7 +344,10 @@ class PngInfoResponse(BaseModel):
 
 
 class QueueStatus(BaseModel):
-    """Gradio's `Estimation`. `rank` and the averages are of events of its own pages, which are not here."""
+    """Gradio's `Estimation`. `rank` and the averages are of events of its own pages, which are not here.
+
+    Waiting times are not estimated, so the field that must be a number is 0.
+    """
 
     msg: Literal["estimation"] = "estimation"
     rank: None = None
@@ -352,7 +355,7 @@ class QueueStatus(BaseModel):
     avg_event_process_time: None = None
     avg_event_concurrent_process_time: None = None
     rank_eta: None = None
-    queue_eta: float  # seconds until none waits, an estimate
+    queue_eta: float = 0
 
 
 class EmbeddingsResponse(BaseModel):

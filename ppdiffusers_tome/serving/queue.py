@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from math import ceil, inf
+from math import inf
 from time import monotonic
 
 from PIL import Image
@@ -16,19 +16,10 @@ from PIL import Image
 from ..errors import ParameterError
 from .jobs import MAX_LOST_ENGINES, GenerationError, Job
 from .prometheus import Metrics
-from .tickets import (
-    Call,
-    Progress,
-    QueueFullError,
-    RequestProgress,
-    Ticket,
-    UnavailableError,
-    next_batch,
-    wait_time,
-)
+from .tickets import Call, Progress, QueueFullError, RequestProgress, Ticket, UnavailableError, next_batch
 
 MAX_BATCH_WAIT = 60.0  # seconds for a batch to fill
-LOADING = ("the server is not ready: loading", 5)
+LOADING = "the server is not ready: loading"
 
 
 class JobQueue:
@@ -56,9 +47,8 @@ class JobQueue:
         self._waiting: list[Ticket] = []  # oldest first, without those whose client has gone
         self._calls: list[Call] = []  # oldest first
         self._reserved = 0  # places of jobs whose image is being decoded
-        self._refusal: tuple[str, int] | None = LOADING  # while jobs are refused: why, and see `UnavailableError`
+        self._refusal: str | None = LOADING  # why jobs are refused, while they are
         self._is_closed = False  # accepted jobs are not generated any more
-        self._pace = 0.0  # seconds per cost of the latest calls
         metrics.waiting.set_function(lambda: len(self._waiting))
         metrics.running.set_function(lambda: self.progress().running)
 
@@ -70,14 +60,10 @@ class JobQueue:
             self._refusal = None
             self._max_batch = self._max_batch if can_batch else 1
 
-    def refuse(self, reason: str, retry_after: int) -> None:
-        """Refuse all further jobs; accepted jobs are still generated, and wait no longer for their batch to fill.
-
-        Args:
-            reason, retry_after: see `UnavailableError`.
-        """
+    def refuse(self, reason: str) -> None:
+        """Refuse all further jobs; accepted jobs are still generated, and wait no longer for their batch to fill."""
         with self._changed:
-            self._refusal = reason, retry_after
+            self._refusal = reason
             self._changed.notify_all()
 
     def close(self, error: BaseException | None = None) -> None:
@@ -130,11 +116,9 @@ class JobQueue:
         """Reserve places for images until the image that they start from is decoded."""
         with self._changed:
             if self._refusal is not None:
-                raise UnavailableError(*self._refusal)
-            missing = len(self._waiting) + self._reserved + images - self.capacity
-            if missing > 0:
-                message = f"{len(self._waiting)} images wait, and the queue holds {self.capacity}"
-                raise QueueFullError(message, max(1, ceil(self._wait_time(missing))))
+                raise UnavailableError(self._refusal)
+            if len(self._waiting) + self._reserved + images > self.capacity:
+                raise QueueFullError(f"{len(self._waiting)} images wait, and the queue holds {self.capacity}")
             self._reserved += images
 
     def _add(self, jobs: Sequence[Job], progress: RequestProgress) -> list["Future[Image.Image]"]:
@@ -146,7 +130,7 @@ class JobQueue:
             ticket.future.add_done_callback(self._leave)  # without the ticket: a cycle would keep the image in memory
         with self._changed:
             if self._is_closed:
-                raise UnavailableError(*(self._refusal or LOADING))
+                raise UnavailableError(self._refusal or LOADING)
             self._set_waiting([*self._waiting, *tickets])
             self._changed.notify_all()
         return [ticket.future for ticket in tickets]
@@ -200,11 +184,8 @@ class JobQueue:
         return call
 
     def deliver(self, call: Call, images: Sequence[Image.Image]) -> None:
-        """Record the pace and the duration of a call that has ended, and hand over its images."""
+        """Record the duration of a call that has ended, and hand over its images."""
         seconds = call.seconds
-        pace = seconds / call.cost
-        with self._changed:
-            self._pace = (pace + (self._pace or pace)) / 2
         self._metrics.batch_seconds.observe(seconds)
         self._metrics.batch_images.observe(len(images))
         call.deliver(images, seconds)
@@ -258,14 +239,6 @@ class JobQueue:
         """The current progress."""
         with self._changed:
             return Progress.of(self._calls, len(self._waiting))
-
-    def wait_seconds(self) -> float:
-        """The estimated seconds until no image waits any more; 0 if none waits, or before anything is known."""
-        with self._changed:
-            return self._wait_time(len(self._waiting)) if self._waiting else 0.0
-
-    def _wait_time(self, images: int) -> float:
-        return wait_time(images, self._waiting, self._calls, self._max_batch, self._pace)
 
     def _set_waiting(self, tickets: list[Ticket]) -> None:
         self._waiting = tickets

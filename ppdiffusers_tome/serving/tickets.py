@@ -71,11 +71,7 @@ class RequestProgress:
 
 
 class UnavailableError(ToMeError, RuntimeError):
-    """No job is accepted at the moment; `retry_after` is the number of seconds to wait before the next try."""
-
-    def __init__(self, message: str, retry_after: int) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
+    """No job is accepted at the moment."""
 
 
 class QueueFullError(UnavailableError):
@@ -92,15 +88,6 @@ class Ticket:
     future: "Future[Image.Image]" = field(default_factory=Future)
     runs_alone: bool = False  # because a call that it shared has failed
     lost_engines: int = 0
-
-    @property
-    def cost(self) -> float:
-        """An estimate of the job's duration in arbitrary units: steps times pixels."""
-        job, second = self.job, self.job.second_pass
-        later = second.steps if second else 0
-        passes = [(job.steps_to_run - later, job.size), *([(later, second.size)] if second else [])]
-        guidance = 2 if job.guidance_scale > 1 else 1
-        return guidance * sum(steps * size.height * size.width for steps, size in passes)
 
     def fail(self, error: BaseException) -> None:
         """Raise an error where the image is awaited.
@@ -131,10 +118,6 @@ class Call:
     def seconds(self) -> float:
         """Seconds since it began."""
         return monotonic() - self.since
-
-    @property
-    def cost(self) -> float:
-        return sum(ticket.cost for ticket in self.tickets)
 
     @property
     def requests(self) -> Counter[RequestProgress]:
@@ -174,24 +157,3 @@ def next_batch(waiting: Sequence[Ticket], max_batch: int) -> tuple[list[Ticket],
         return [oldest], False
     compatible = [ticket for ticket in waiting if ticket.job.batch_key == key]
     return compatible[:max_batch], len(compatible) < max_batch
-
-
-def wait_time(images: int, waiting: Sequence[Ticket], calls: Sequence[Call], max_batch: int, pace: float) -> float:
-    """The estimated seconds until `images` of the waiting images have left the queue.
-
-    Args:
-        images: at most the number of waiting images.
-        waiting, calls: oldest first.
-        max_batch: largest number of images in one call.
-        pace: seconds per cost of the latest calls; 0 if none has ended.
-    """
-    cost = 0.0
-    for call in calls:
-        cost += call.cost * (1 - call.step / call.steps)
-        if not pace and call.step:  # the first call
-            pace = call.seconds * call.steps / call.step / call.cost
-    while waiting and images > len(batch := next_batch(waiting, max_batch)[0]):
-        images -= len(batch)
-        cost += sum(ticket.cost for ticket in batch)
-        waiting = [ticket for ticket in waiting if ticket not in batch]
-    return pace * cost / max(1, len(calls))

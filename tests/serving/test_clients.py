@@ -262,12 +262,11 @@ def test_webui_probes():
         empty = {"msg": "estimation", "rank": None, "queue_size": 0, "rank_eta": None, "queue_eta": 0}
         averages = dict.fromkeys(("avg_event_process_time", "avg_event_concurrent_process_time"))
         assert server.http.get("/queue/status").json() == empty | averages
-        assert server.post(TEXT, {"prompt": "fox"}).status_code == 200  # its time is known
         server.engine.gate.clear()
         requests = [pool.submit(server.post, TEXT, {"prompt": "fox", "steps": 5 + more}) for more in range(2)]
         until(lambda: server.queue.progress().waiting == server.queue.progress().running == 1)
         status = server.http.get("/queue/status").json()
-        assert status["queue_size"] == 1 and status["queue_eta"] > 0
+        assert status == {**empty, **averages, "queue_size": 1}
         server.engine.gate.set()
         assert [one.result().status_code for one in requests] == [200, 200]
         for path in ("/config", "/app_id", "/info", "/sdapi/v1/version", "/sdapi/v1/status"):

@@ -53,11 +53,11 @@ def test_full_queue_answers_429_at_once(clients):
         wait_for_queue(server, 3)
         refused = ask(server)
         assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
-        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.headers["retry-after"] == "5"
         answer = server.post(TEXT, {"prompt": "fox"})
-        assert answer.status_code == 429 and "detail" in answer.json() and "retry-after" in answer.headers
+        assert answer.status_code == 429 and "detail" in answer.json() and answer.headers["retry-after"] == "5"
         answer = ask(server, stream=True)
-        assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
+        assert answer.status_code == 429 and answer.headers["retry-after"] == "5"
         assert server.post(IMAGE, {"init_images": ["broken"]}).status_code == 429, "it is decoded when it has a place"
         assert server.http.get("/ready").status_code == 200, "a full queue is ready"
         server.engine.gate.set()
@@ -232,7 +232,7 @@ def test_draining_finishes_accepted_requests_and_refuses_others(clients):
         server.server.handle_exit(15, None)
         until(lambda: server.pool.state == "draining")
         for answer in (ask(server, 2), server.http.get("/ready"), server.post(TEXT, {})):
-            assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
+            assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
         assert server.http.get("/health").status_code == 200
         server.engine.gate.set()
         assert blocking.result().status_code == behind.result().status_code == 200

@@ -694,7 +694,7 @@ def test_server_that_is_not_ready_is_asked_again(browser, fake):
     with opened(browser, fake, refusals=[503]) as page:
         fill(page, seed=21)
         page.clock.install()
-        fake.queue.refuse("the server is not ready: loading", 5)
+        fake.queue.refuse("the server is not ready: loading")
         page.click("#generate")
         expect(page.locator("#phase")).to_have_text("The server is not ready. Trying again in 5 s.")
         fake.queue.open()

@@ -87,7 +87,7 @@ class Calls:
     def open(self, can_batch):
         self.events.append(("open", can_batch))
 
-    def refuse(self, reason, retry_after):
+    def refuse(self, reason):
         self.events.append(reason)
 
     def close(self, error=None):

@@ -119,7 +119,7 @@ def test_oldest_job_waits_at_most_batch_wait(clock):
         submit(*(replace(JOB, seed=seed) for seed in range(4)))
         assert len(queue.next_call(0).jobs) == 4, "a full batch does not wait"
         submit(JOB)
-        queue.refuse("the server is shutting down", 10)
+        queue.refuse("the server is shutting down")
         assert len(queue.next_call(0).jobs) == 1, "no other job comes while the server shuts down"
 
 
@@ -130,7 +130,7 @@ def test_places_are_those_of_waiting_images():
         call = queue.next_call(0)
         waiting = submit(JOB, replace(JOB, steps=3))
         refused = submit(JOB, JOB)
-        assert isinstance(refused.exception(), QueueFullError) and refused.exception().retry_after >= 1
+        assert isinstance(refused.exception(), QueueFullError)
         assert "2 images wait, and the queue holds 3" in str(refused.exception())
         loaded = []
         full = submit(JOB, JOB, load_image=lambda: loaded.append(1))
@@ -172,15 +172,15 @@ def test_jobs_are_refused_until_it_opens_and_after_it_is_closed():
     with requests(queue) as submit:
         for change, message in (
             (lambda: None, "loading"),
-            (lambda: (queue.open(), queue.refuse("the server is shutting down", 10)), "shutting down"),
+            (lambda: (queue.open(), queue.refuse("the server is shutting down")), "shutting down"),
         ):
             change()
             error = submit(JOB).exception()
-            assert isinstance(error, UnavailableError) and message in str(error) and error.retry_after > 0
+            assert isinstance(error, UnavailableError) and message in str(error)
         queue.open()
 
         def close():
-            queue.refuse("the server is not ready: failed", 5)
+            queue.refuse("the server is not ready: failed")
             queue.close()
             return START
 
@@ -255,15 +255,11 @@ def test_next_call_ends_when_it_is_woken():
     assert queue.next_call(is_over=lambda: True) is None
 
 
-def test_progress_and_waiting_times(clock):
-    """A call of 2 steps took 0.06 s; then 50 steps run, and 3 images of 50 steps wait, one in each call."""
-    queue = make(capacity=3)
+def test_progress(clock):
+    """That of the oldest call, with the images that wait."""
+    queue = make()
     with requests(queue) as submit:
-        assert queue.progress() == Progress() and queue.wait_seconds() == queue.oldest_wait == 0
-        submit(JOB)
-        call = queue.next_call(0)
-        clock.now += 0.06
-        queue.deliver(call, images_of(call))
+        assert queue.progress() == Progress() and queue.oldest_wait == 0
         long = [replace(JOB, steps=50, guidance_scale=2.0 + seed) for seed in range(4)]
         submit(long[0])
         running = queue.next_call(0)
@@ -272,21 +268,6 @@ def test_progress_and_waiting_times(clock):
         running.advance(20, 50)
         assert queue.progress() == Progress(running=1, waiting=3, step=20, steps=50, seconds=pytest.approx(0.6))
         assert queue.oldest_wait == pytest.approx(0.6)
-        # The running image needs another 0.9 s, after which one place is free, and those behind it 1.5 s each.
-        refused = [submit(*images).exception().retry_after for images in ([JOB], 2 * [JOB], 3 * [JOB])]
-        assert refused == [1, 3, 4] and queue.wait_seconds() == pytest.approx(0.9 + 2 * 1.5)
-
-
-def test_waiting_time_during_the_first_call(clock):
-    queue = make(capacity=1)
-    with requests(queue) as submit:
-        submit(replace(JOB, steps=50))
-        call = queue.next_call(0)
-        submit(JOB)
-        assert queue.wait_seconds() == 0, "nothing is known"
-        clock.now += 0.5
-        call.advance(5, 50)
-        assert submit(JOB).exception().retry_after == 5, "the running image needs another 4.5 s"
 
 
 def test_progress_of_a_request(clock):
