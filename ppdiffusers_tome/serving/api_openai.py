@@ -6,7 +6,7 @@ A stream is server-sent events: the progress of one request, then its images or 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
@@ -24,7 +24,7 @@ from .jobs import Job
 from .limits import NO_IMAGES, ReadAs
 from .middleware import JsonRoute
 from .service import DEFAULT_STRENGTH, ImageService, Service
-from .tickets import RequestProgress
+from .tickets import Ticket
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1  # between two looks at the progress
@@ -191,12 +191,10 @@ async def _respond(
         ratio=values.tome_ratio,
         strength=None if image is None else values.strength or DEFAULT_STRENGTH,
     )
-    progress = RequestProgress()
-    generation = service.generate(request, jobs, image, progress)
     if values.stream:
-        return await _stream(generation, jobs, progress, stream_name)
+        return await _stream(request, service, jobs, image, stream_name)
     usual = "url" if values.model in URL_MODELS else "b64_json"
-    images = zip(await generation, jobs, strict=True)
+    images = zip(await service.generate(request, jobs, image), jobs, strict=True)
     if (values.response_format or usual) == "url":
         data = [protocol.ImageData(url=f"data:image/png;base64,{text}", seed=job.seed) for text, job in images]
     else:
@@ -214,38 +212,34 @@ def _log_ignored_fields(service: ImageService, values: protocol.ImageFields) -> 
 
 
 async def _stream(
-    images: Coroutine[None, None, list[str]], jobs: Sequence[Job], progress: RequestProgress, name: str
+    request: Request, service: ImageService, jobs: list[Job], image: str | bytes | None, name: str
 ) -> StreamingResponse:
-    """The response to a request that asks for a stream.
+    """The response to a request that asks for a stream. It ends when the client disconnects.
 
     Args:
-        images: generates the images of the jobs. It is cancelled when the client disconnects.
-        jobs, progress: of these images.
+        jobs, image: see `ImageService.generate`.
         name: the beginning of the events' types.
 
     Raises:
         Exception: the request is not accepted. The response has not begun, so the client gets an ordinary error.
     """
-    pending = asyncio.ensure_future(images)
+    accepted: asyncio.Future[list[Ticket]] = asyncio.get_running_loop().create_future()
+    pending = asyncio.ensure_future(service.generate(request, jobs, image, accepted.set_result))
     pending.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may have no reader any more
-    while progress.position is None and not pending.done():
-        await asyncio.wait([pending], timeout=POLL_SECONDS / 10)
-    if progress.position is None:
+    await asyncio.wait((accepted, pending), return_when=asyncio.FIRST_COMPLETED)
+    if not accepted.done():
         pending.result()  # raises
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the latter is for nginx
-    return StreamingResponse(_events(pending, jobs, progress, name), media_type="text/event-stream", headers=headers)
+    events = _events(pending, accepted.result(), name)
+    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
 
-async def _events(
-    pending: "asyncio.Future[list[str]]", jobs: Sequence[Job], progress: RequestProgress, name: str
-) -> AsyncIterator[str]:
+async def _events(pending: "asyncio.Future[list[str]]", tickets: Sequence[Ticket], name: str) -> AsyncIterator[str]:
     loop = asyncio.get_running_loop()
     last, sent = None, 0.0
     try:
         while not pending.done():
-            event = protocol.ProgressEvent(
-                type=f"{name}.progress", position=progress.position or 0, step=progress.step, steps=progress.steps
-            )
+            event = _progress(tickets, name, last.step if last else 0)
             if event != last or loop.time() - sent > REPEAT_SECONDS:
                 last, sent = event, loop.time()
                 yield _text(event)
@@ -257,21 +251,38 @@ async def _events(
                 logger.exception("a stream failed")
             yield _text(protocol.ErrorEvent(error=api_error(error, "/v1/").openai_error()))
         else:
-            for index, (image, job) in enumerate(zip(images, jobs, strict=True)):
+            calls = [ticket.progress for ticket in tickets if ticket.progress is not None]
+            seconds = sum(call.seconds for call in dict.fromkeys(calls))
+            for index, (image, ticket) in enumerate(zip(images, tickets, strict=True)):
                 completed = protocol.CompletedEvent(
                     type=f"{name}.completed",
                     b64_json=image,
                     created_at=int(time.time()),
-                    size=str(job.size),
-                    seed=job.seed,
+                    size=str(ticket.job.size),
+                    seed=ticket.job.seed,
                     index=index,
-                    seconds=progress.seconds,
-                    batch=progress.batch,
-                    step_seconds=progress.step_seconds,
+                    seconds=seconds,
+                    batch=calls[-1].images,
+                    step_seconds=calls[-1].step_seconds,
                 )
                 yield _text(completed)
     finally:
         pending.cancel()
+
+
+def _progress(tickets: Sequence[Ticket], name: str, last_step: int) -> protocol.ProgressEvent:
+    """The progress of a request: the mean step of its images, which may be in several pipeline calls.
+
+    Args:
+        last_step: of the event before. A batch that failed is repeated image by image, and no step is taken back.
+    """
+    calls = [ticket.progress for ticket in tickets if ticket.progress is not None]
+    return protocol.ProgressEvent(
+        type=f"{name}.progress",
+        position=max(ticket.place for ticket in tickets),
+        step=max(last_step, sum(call.step for call in calls) // len(tickets)),
+        steps=max((call.steps for call in calls), default=0),
+    )
 
 
 def _text(event: protocol.ProgressEvent | protocol.CompletedEvent | protocol.ErrorEvent) -> str:

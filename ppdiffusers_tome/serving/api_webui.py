@@ -43,7 +43,6 @@ from .protocol_webui import (
     samplers_of,
 )
 from .service import DEFAULT_STRENGTH, ImageService, Service
-from .tickets import RequestProgress
 
 ERRORS = responses(protocol.WebuiErrorResponse, 413, 415, 422)
 IMAGE_ERRORS = ERRORS | responses(protocol.WebuiErrorResponse, 409, 429, 500, 503, 504)
@@ -70,7 +69,7 @@ async def check_login() -> None:
 @probes.get("/queue/status")
 async def show_queue(service: Service) -> QueueStatus:
     """The number of waiting images, of both interfaces."""
-    return QueueStatus(queue_size=service.queue.progress().waiting)
+    return QueueStatus(queue_size=service.queue.waiting)
 
 
 def image_routes(service: ImageService) -> APIRouter:
@@ -128,11 +127,13 @@ async def skip(service: Service) -> dict[str, Any]:
 @router.get("/progress")
 async def show_progress(service: Service) -> ProgressResponse:
     """The progress of the current pipeline call, which may be of the other interface."""
-    now = service.queue.progress()
-    share = max(0.01, now.step / max(1, now.steps)) if now.running else 0.0
-    state = ProgressState(job_count=now.running + now.waiting, sampling_step=now.step, sampling_steps=now.steps)
-    eta = now.seconds * (1 / share - 1) if share else 0.0
-    return ProgressResponse(progress=share, eta_relative=eta, state=state)
+    images, call = service.queue.accepted, service.queue.oldest_call
+    if call is None:
+        idle = ProgressState(job_count=images, sampling_step=0, sampling_steps=0)
+        return ProgressResponse(progress=0.0, eta_relative=0.0, state=idle)
+    share = max(0.01, call.step / max(1, call.steps))
+    state = ProgressState(job_count=images, sampling_step=call.step, sampling_steps=call.steps)
+    return ProgressResponse(progress=share, eta_relative=call.seconds * (1 / share - 1), state=state)
 
 
 @router.get("/scripts")
@@ -227,7 +228,7 @@ async def _respond(
     jobs = _jobs(service, options, values)
     if values.override_settings_restore_afterwards is False:
         _set_options(options, own)
-    images = await service.generate(request, jobs, image, RequestProgress(), interruptible=True)
+    images = await service.generate(request, jobs, image, interruptible=True)
     body = WebuiResponse(
         images=[] if values.send_images is False else images,
         parameters=_parameters(values, jobs[0]),

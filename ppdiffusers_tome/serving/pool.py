@@ -83,8 +83,9 @@ class EnginePool:
             return "the files of the model have changed since it was loaded"
         if self.state == "failed":
             return "the model could not be loaded, or the image thread has ended"
-        if (seconds := self.queue.progress().seconds) > self._stuck_seconds:
-            return f"one pipeline call has been running for {seconds:.0f} s"
+        call = self.queue.oldest_call
+        if call is not None and call.seconds > self._stuck_seconds:
+            return f"one pipeline call has been running for {call.seconds:.0f} s"
         return f"the last {self._failures} images failed" if self._failures >= MAX_FAILURES else None
 
     def count_tokens(self, prompt: str) -> tuple[int, int, str]:

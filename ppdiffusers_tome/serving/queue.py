@@ -16,7 +16,7 @@ from PIL import Image
 from ..errors import ParameterError
 from .jobs import MAX_LOST_ENGINES, GenerationError, Job
 from .prometheus import Metrics
-from .tickets import Call, Progress, QueueFullError, RequestProgress, Ticket, UnavailableError, next_batch
+from .tickets import Call, Progress, QueueFullError, Ticket, UnavailableError, next_batch
 
 MAX_BATCH_WAIT = 60.0  # seconds for a batch to fill
 LOADING = "the server is not ready: loading"
@@ -49,8 +49,8 @@ class JobQueue:
         self._reserved = 0  # places of jobs whose image is being decoded
         self._refusal: str | None = LOADING  # why jobs are refused, while they are
         self._is_closed = False  # accepted jobs are not generated any more
-        metrics.waiting.set_function(lambda: len(self._waiting))
-        metrics.running.set_function(lambda: self.progress().running)
+        metrics.waiting.set_function(lambda: self.waiting)
+        metrics.running.set_function(lambda: self.running)
 
     # Admission
 
@@ -79,7 +79,10 @@ class JobQueue:
                 ticket.fail(error)
 
     async def submit(
-        self, jobs: Sequence[Job], load_image: Callable[[], Image.Image] | None, progress: RequestProgress
+        self,
+        jobs: Sequence[Job],
+        load_image: Callable[[], Image.Image] | None = None,
+        on_accepted: Callable[[list[Ticket]], object] = lambda tickets: None,
     ) -> list[Image.Image]:
         """Generate the images of all jobs or of none. Cancelling the call abandons the jobs and frees their places.
 
@@ -87,7 +90,7 @@ class JobQueue:
             jobs: of one request; without their image if `load_image` is given.
             load_image: decodes the image that all jobs start from. It is called once, in a thread, after the jobs
                 have their places and before the pipeline runs.
-            progress: a new one; it is updated from other threads.
+            on_accepted: called with the jobs' tickets, which show their progress, when the jobs are accepted.
 
         Returns:
             The images, in the order of the jobs.
@@ -105,12 +108,13 @@ class JobQueue:
         finally:
             with self._changed:
                 self._reserved -= len(jobs)
-        futures = self._add(jobs, progress)
+        tickets = self._add(jobs)
         try:
-            return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
+            on_accepted(tickets)
+            return list(await asyncio.gather(*(asyncio.wrap_future(ticket.future) for ticket in tickets)))
         finally:
-            for future in futures:
-                future.cancel()
+            for ticket in tickets:
+                ticket.future.cancel()
 
     def _reserve(self, images: int) -> None:
         """Reserve places for images until the image that they start from is decoded."""
@@ -121,11 +125,10 @@ class JobQueue:
                 raise QueueFullError(f"{len(self._waiting)} images wait, and the queue holds {self.capacity}")
             self._reserved += images
 
-    def _add(self, jobs: Sequence[Job], progress: RequestProgress) -> list["Future[Image.Image]"]:
-        """Let accepted jobs wait; returns the futures of their images."""
-        progress.images = len(jobs)
+    def _add(self, jobs: Sequence[Job]) -> list[Ticket]:
+        """Let accepted jobs wait."""
         arrived = monotonic()
-        tickets = [Ticket(job, progress, arrived) for job in jobs]
+        tickets = [Ticket(job, arrived) for job in jobs]
         for ticket in tickets:
             ticket.future.add_done_callback(self._leave)  # without the ticket: a cycle would keep the image in memory
         with self._changed:
@@ -133,7 +136,7 @@ class JobQueue:
                 raise UnavailableError(self._refusal or LOADING)
             self._set_waiting([*self._waiting, *tickets])
             self._changed.notify_all()
-        return [ticket.future for ticket in tickets]
+        return tickets
 
     def _leave(self, future: "Future[Image.Image]") -> None:
         """Count the outcome of a job, and free its place if it still waits."""
@@ -176,19 +179,21 @@ class JobQueue:
             self._changed.notify_all()
 
     def _begin(self, tickets: list[Ticket]) -> Call:
+        call = Call(tickets, Progress(len(tickets), tickets[0].job.steps_to_run, monotonic()))
         for ticket in tickets:
-            ticket.progress.position = 0
+            ticket.place, ticket.progress = 0, call.progress
         self._set_waiting([ticket for ticket in self._waiting if ticket not in tickets])
-        call = Call(tickets, tickets[0].job.steps_to_run, monotonic())
         self._calls.append(call)
         return call
 
     def deliver(self, call: Call, images: Sequence[Image.Image]) -> None:
-        """Record the duration of a call that has ended, and hand over its images."""
-        seconds = call.seconds
-        self._metrics.batch_seconds.observe(seconds)
+        """Hand over the images of a call."""
+        call.progress.end()
+        self._metrics.batch_seconds.observe(call.progress.seconds)
         self._metrics.batch_images.observe(len(images))
-        call.deliver(images, seconds)
+        for ticket, image in zip(call.tickets, images, strict=True):
+            if ticket.future.set_running_or_notify_cancel():
+                ticket.future.set_result(image)
         self._end(call)
 
     def repeat(self, call: Call, engine_lost: bool = False) -> None:
@@ -220,9 +225,26 @@ class JobQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no accepted job."""
+        """Whether there is no job: none waits, runs, or has its image decoded."""
+        with self._changed:
+            return not (self.accepted or self._reserved)
+
+    @property
+    def accepted(self) -> int:
+        """The number of images that wait or run."""
         with self._changed:  # a batch moves from one list to the other
-            return not (self._waiting or self._calls or self._reserved)
+            return self.waiting + self.running
+
+    @property
+    def waiting(self) -> int:
+        """The number of images that wait."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """The number of images in the pipeline."""
+        with self._changed:
+            return sum(len(call.tickets) for call in self._calls)
 
     @property
     def running_calls(self) -> int:
@@ -230,17 +252,18 @@ class JobQueue:
         return len(self._calls)
 
     @property
+    def oldest_call(self) -> Progress | None:
+        """The progress of the call that has been running longest; None if none runs."""
+        with self._changed:
+            return self._calls[0].progress if self._calls else None
+
+    @property
     def oldest_wait(self) -> float:
         """Seconds since the oldest waiting job arrived; 0 if none waits."""
         with self._changed:
             return monotonic() - self._waiting[0].arrived if self._waiting else 0.0
 
-    def progress(self) -> Progress:
-        """The current progress."""
-        with self._changed:
-            return Progress.of(self._calls, len(self._waiting))
-
     def _set_waiting(self, tickets: list[Ticket]) -> None:
         self._waiting = tickets
-        for position, ticket in enumerate(tickets, 1):
-            ticket.progress.position = position
+        for place, ticket in enumerate(tickets, 1):
+            ticket.place = place

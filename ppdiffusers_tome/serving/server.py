@@ -63,7 +63,7 @@ def serve(
     try:
         server.run(sockets=[listener])
     finally:
-        failure, is_running = pool.failure, pool.queue.progress().running > 0
+        failure, is_running = pool.failure, pool.queue.running_calls > 0
         if not pool.close(max(1.0, server.end - monotonic()) if is_running else 1.0):
             logger.warning("ending the process while the model is %s", "running" if is_running else "loading")
             logging.shutdown()

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import secrets
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, TypeAlias
 
@@ -16,7 +17,7 @@ from .image_engine import ServedModel
 from .jobs import MAX_SEED, Job, seed_after
 from .png import encode_png, load_image
 from .pool import EnginePool
-from .tickets import RequestProgress
+from .tickets import Ticket
 
 DEFAULT_STRENGTH = 0.75  # of requests from an image, and of a second pass
 MAX_LOGGED_NAMES = 100  # of ignored fields, so that clients cannot fill the log
@@ -63,7 +64,7 @@ class ImageService:
         request: Request,
         jobs: list[Job],
         image: str | bytes | None,
-        progress: RequestProgress,
+        on_accepted: Callable[[list[Ticket]], object] = lambda tickets: None,
         interruptible: bool = False,
     ) -> list[str]:
         """Generate the images of one request.
@@ -71,7 +72,7 @@ class ImageService:
         Args:
             request: if its client disconnects, the jobs are abandoned.
             image: the image to start from, see `load_image`; None for noise.
-            progress: see `JobQueue.submit`.
+            on_accepted: see `JobQueue.submit`.
             interruptible: whether `interrupt` ends the request.
 
         Returns:
@@ -82,7 +83,7 @@ class ImageService:
             JobError, UnavailableError, GenerationError: see `JobQueue.submit`.
         """
         load = None if image is None else partial(load_image, image, jobs[0].size, self.model.limits)
-        submission = asyncio.ensure_future(self.queue.submit(jobs, load, progress))
+        submission = asyncio.ensure_future(self.queue.submit(jobs, load, on_accepted))
         if interruptible:
             self._interruptible.append(submission)
         try:

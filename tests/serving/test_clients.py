@@ -264,7 +264,7 @@ def test_webui_probes():
         assert server.http.get("/queue/status").json() == empty | averages
         server.engine.gate.clear()
         requests = [pool.submit(server.post, TEXT, {"prompt": "fox", "steps": 5 + more}) for more in range(2)]
-        until(lambda: server.queue.progress().waiting == server.queue.progress().running == 1)
+        until(lambda: server.queue.waiting == server.queue.running == 1)
         status = server.http.get("/queue/status").json()
         assert status == {**empty, **averages, "queue_size": 1}
         server.engine.gate.set()

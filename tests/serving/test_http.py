@@ -49,6 +49,7 @@ from ppdiffusers_tome.serving.app import FOLDER
 from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.jobs import EngineLostError, GenerationError, Job, JobError
 from ppdiffusers_tome.serving.middleware import RequestMiddleware
+from ppdiffusers_tome.serving.tickets import Progress, Ticket
 
 ROOT = Path(__file__).parents[2]
 KEY = "correct-horse"
@@ -156,6 +157,49 @@ def test_stream_reports_steps_then_images():
         assert answer.headers["cache-control"] == "no-store"
         assert len(first["step_seconds"]) == 4 and all(0.11 <= one < 2 for one in first["step_seconds"])
         assert len(events_of(server.post(OPENAI, {"prompt": "fox", "stream": True, "steps": 1}))) >= 1
+
+
+class FailsTogether(FakeEngine):
+    """A call of several jobs fails at its last step but one."""
+
+    def generate(self, jobs, should_stop=None):
+        if len(jobs) == 1:
+            return super().generate(jobs, should_stop)
+        for step in range(1, jobs[0].steps):
+            should_stop(step, jobs[0].steps)
+        assert self.gate.wait(60)
+        raise RuntimeError("secret reason")
+
+
+def test_stream_takes_no_step_back():
+    """A batch that failed is repeated image by image."""
+    with serving(FailsTogether(0.15)) as server:
+        server.engine.gate.clear()
+        events, body = [], {"prompt": "fox", "stream": True, "n": 3, "steps": 6}
+        with server.http.stream("POST", OPENAI, json=body) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: "):
+                    events.append(json.loads(line.removeprefix("data: ")))
+                    if events[-1].get("step") == 5:
+                        server.engine.gate.set()
+        *progress, _, _, completed = events
+        steps = [event["step"] for event in progress]
+        assert steps == sorted(steps) and {5, 6}.issuperset(steps[-2:]) and len(server.engine.calls) == 3
+        assert completed["batch"] == 1 and len(completed["step_seconds"]) == 6
+        assert completed["seconds"] > sum(completed["step_seconds"]), "of three calls"
+
+
+def test_progress_of_a_request_is_the_mean_of_its_images():
+    tickets = [Ticket(Job("fox", Size(48, 64), 0.5, seed=seed), arrived=0.0, place=seed) for seed in range(3)]
+
+    def shown(last_step=0):
+        event = api_openai._progress(tickets, "image_edit", last_step)
+        return event.type, event.position, event.step, event.steps
+
+    assert shown() == ("image_edit.progress", 2, 0, 0)
+    for ticket, step in zip(tickets, (6, 5, 0), strict=True):
+        ticket.place, ticket.progress = 0, Progress(images=1, steps=6, since=0.0, step=step)
+    assert shown() == ("image_edit.progress", 0, 3, 6) and shown(4)[2] == 4
 
 
 def test_openai_starts_from_an_image(server):

@@ -676,13 +676,13 @@ def test_places_in_the_queue_and_a_full_queue(browser):
         server.engine.gate.clear()
         with ThreadPoolExecutor(3) as pool:
             others = [pool.submit(server.post, OPENAI, {"prompt": "a", "seed": seed}) for seed in range(2)]
-            until(lambda: server.queue.progress().waiting == 1)
+            until(lambda: server.queue.waiting == 1)
             page.click("#generate")
             expect(page.locator("#phase")).to_have_text("Waiting in the queue: place 2.")
             page.click("#cancel")
-            until(lambda: server.queue.progress().waiting == 1)
+            until(lambda: server.queue.waiting == 1)
             more = pool.submit(server.post, OPENAI, {"prompt": "a", "seed": 2, "n": 2})
-            until(lambda: server.queue.progress().waiting == 3)
+            until(lambda: server.queue.waiting == 3)
             page.click("#generate")
             expect(page.locator("#error")).to_contain_text("The queue is full. Try again in")
             server.engine.gate.set()

@@ -3,6 +3,7 @@
 import threading
 from math import inf, nan
 from time import monotonic
+from types import SimpleNamespace
 
 import pytest
 from serving_support import FakeEngine, until
@@ -14,7 +15,7 @@ from ppdiffusers_tome.serving import pool as pool_module
 from ppdiffusers_tome.serving.jobs import AbandonedError, EngineLostError, GenerationError, Job, JobError
 from ppdiffusers_tome.serving.pool import EnginePool
 from ppdiffusers_tome.serving.prometheus import Metrics
-from ppdiffusers_tome.serving.tickets import Progress, UnavailableError
+from ppdiffusers_tome.serving.tickets import UnavailableError
 
 JOB = Job("fox", Size(64, 64), 0.5, seed=0, steps=2)
 
@@ -40,7 +41,7 @@ class Calls:
     def __init__(self):
         self._changed = threading.Condition()
         self.waiting, self.running, self.events = [], [], []
-        self.seconds = self.oldest_wait = 0.0  # of the running call and of the waiting image
+        self.oldest_wait, self.oldest_call = 0.0, None
         self.idle = []  # the times that engines were idle
 
     def give(self, *calls):
@@ -80,9 +81,6 @@ class Calls:
     @property
     def running_calls(self):
         return len(self.running)
-
-    def progress(self):
-        return Progress(running=len(self.running), seconds=self.seconds)
 
     def open(self, can_batch):
         self.events.append(("open", can_batch))
@@ -280,9 +278,9 @@ def test_what_is_no_failure_is_not_checked(start, error):
 
 def test_a_call_that_takes_too_long_is_unhealthy(start):
     pool = start(stuck_seconds=600)
-    pool.queue.seconds = 600
+    pool.queue.oldest_call = SimpleNamespace(seconds=600)
     assert pool.unhealthy_reason is None
-    pool.queue.seconds = 601
+    pool.queue.oldest_call = SimpleNamespace(seconds=601)
     assert pool.unhealthy_reason == "one pipeline call has been running for 601 s"
 
 

@@ -17,7 +17,7 @@ from ppdiffusers_tome.serving import tickets
 from ppdiffusers_tome.serving.jobs import GenerationError, Job, JobError
 from ppdiffusers_tome.serving.prometheus import Metrics
 from ppdiffusers_tome.serving.queue import JobQueue
-from ppdiffusers_tome.serving.tickets import Progress, QueueFullError, RequestProgress, UnavailableError
+from ppdiffusers_tome.serving.tickets import QueueFullError, UnavailableError
 
 JOB = Job("fox", Size(64, 64), 0.5, seed=0, steps=2)
 START = Image.new("RGB", (64, 64))
@@ -47,8 +47,8 @@ def requests(queue):
     """A function that submits jobs in an event loop that runs while it is called; abandons what is left at the end."""
     loop, tasks = asyncio.new_event_loop(), []
 
-    def submit(*jobs, load_image=None, progress=None):
-        tasks.append(loop.create_task(queue.submit(jobs, load_image, progress or RequestProgress())))
+    def submit(*jobs, **options):
+        tasks.append(loop.create_task(queue.submit(jobs, **options)))
         turn()
         return tasks[-1]
 
@@ -151,7 +151,7 @@ def test_an_image_that_is_decoded_has_its_place():
         assert isinstance(submit(JOB, JOB).exception(), QueueFullError) and not queue.is_idle
         assert queue.next_call(0) is None and not decoding.done()
         may_load.set()
-        until(lambda: submit.turn() or queue.progress().waiting)
+        until(lambda: submit.turn() or queue.waiting)
         assert queue.next_call(0).jobs[0].image is START
 
 
@@ -255,63 +255,64 @@ def test_next_call_ends_when_it_is_woken():
     assert queue.next_call(is_over=lambda: True) is None
 
 
-def test_progress(clock):
-    """That of the oldest call, with the images that wait."""
-    queue = make()
+def test_what_waits_and_runs(clock):
+    """The progress is that of the oldest call."""
+    queue = make(max_batch=2)
     with requests(queue) as submit:
-        assert queue.progress() == Progress() and queue.oldest_wait == 0
-        long = [replace(JOB, steps=50, guidance_scale=2.0 + seed) for seed in range(4)]
-        submit(long[0])
-        running = queue.next_call(0)
-        submit(*long[1:])
+        assert (queue.running, queue.waiting, queue.oldest_call, queue.oldest_wait) == (0, 0, None, 0)
+        submit(*(replace(JOB, steps=50, seed=seed) for seed in range(5)))
+        oldest, newest = queue.next_call(0), queue.next_call(0)
         clock.now += 0.6
-        running.advance(20, 50)
-        assert queue.progress() == Progress(running=1, waiting=3, step=20, steps=50, seconds=pytest.approx(0.6))
+        oldest.advance(20, 50)
+        newest.advance(10, 50)
+        assert (queue.running, queue.waiting, queue.accepted, queue.running_calls) == (4, 1, 5, 2)
+        progress = queue.oldest_call
+        assert (progress.step, progress.steps, progress.seconds) == (20, 50, pytest.approx(0.6))
         assert queue.oldest_wait == pytest.approx(0.6)
+        queue.deliver(oldest, images_of(oldest))
+        assert queue.oldest_call is newest.progress and queue.accepted == 3
 
 
-def test_progress_of_a_request(clock):
-    """Its place, the steps of its calls, and their duration without waiting."""
-    queue, progress = make(), RequestProgress()
+def test_progress_of_a_job(clock):
+    """Its place, the steps of its call, and their duration without waiting."""
+    queue, tickets = make(), []
     with requests(queue) as submit:
         submit(replace(JOB, steps=9))
         first = queue.next_call(0)
         submit(replace(JOB, steps=8))
-        submit(replace(JOB, steps=3), progress=progress)
-        assert progress.position == 2
+        submit(replace(JOB, steps=3), on_accepted=tickets.extend)
+        (ticket,) = tickets
+        assert ticket.place == 2 and ticket.progress is None
         clock.now += 1000
         queue.deliver(first, images_of(first))
         queue.next_call(0)
-        assert progress.position == 1
-        call = queue.next_call(0)
-        assert progress.position == 0 and not call.advance(0, 3)
+        assert ticket.place == 1
+        call, progress = queue.next_call(0), ticket.progress
+        assert ticket.place == 0 and not call.advance(0, 3)
         for step in (1, 2, 3):
             clock.now += 0.5
             call.advance(step, 3)
             assert (progress.step, progress.steps) == (step, 3)
         queue.deliver(call, images_of(call))
-        assert (progress.seconds, progress.batch, progress.step_seconds) == (1.5, 1, [0.5, 0.5, 0.5])
+        clock.now += 1000
+        assert (progress.seconds, progress.images, progress.step_seconds) == (1.5, 1, [0.5, 0.5, 0.5])
 
 
 def test_steps_that_an_engine_does_not_report_have_no_times():
     """An engine in another process is polled: it reports a step several times, or skips one."""
-    queue, progress = make(), RequestProgress()
+    queue, tickets = make(), []
     with requests(queue) as submit:
-        submit(JOB, progress=progress)
+        submit(JOB, on_accepted=tickets.extend)
         call = queue.next_call(0)
-        for step in (0, 0, 1, 3):
-            call.advance(step, 3)
+        for step in (0, 0, 1, 2):
+            call.advance(step, 4)
+        call.advance(2, 4)
         queue.deliver(call, images_of(call))
-        assert progress.step_seconds == [] and progress.seconds > 0
+        progress = tickets[0].progress
+        assert progress.step_seconds == [] and progress.seconds > 0 and progress.step == 4
 
 
-def test_progress_of_a_request_over_several_calls():
-    progress = RequestProgress(images=3)
-    progress.count(5, 6, images=3)  # this call fails, so its images are repeated one by one
-    counted = []
-    for _ in range(3):
-        for step in (0, 3, 6):
-            progress.count(step, 6, images=1)
-            counted.append(progress.step)
-        progress.generated += 1
-    assert counted == [5, 5, 5, 5, 5, 5, 5, 5, 6]
+def test_jobs_that_are_refused_have_no_tickets():
+    queue, tickets = make(capacity=1), []
+    with requests(queue) as submit:
+        assert submit(JOB, JOB, on_accepted=tickets.extend).exception() and not tickets
