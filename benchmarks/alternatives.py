@@ -210,6 +210,9 @@ class Passes:
         self.number = 0  # index of the next step
         self._features: dict[str, paddle.Tensor] = {}
 
+    def select(self, ratio: float) -> None:
+        """Do nothing: the arm has one ratio."""
+
     def step(self, number: int, inputs: dict[str, Any]) -> tuple[paddle.Tensor]:
         """The step of a number."""
         self.number = number

@@ -155,6 +155,7 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
         self, config: dict[str, Any], manifest: Manifest, load: Load, ratio: float, max_programs: int | None = None
     ) -> None:
         super().__init__(config, manifest, load, "unet", max_programs)
+        self._files_by_ratio = {exported: manifest.programs_by_size("unet", exported) for exported in manifest.ratios}
         self.ratio = ratio
         # SDXL's pipelines read the width of this layer.
         width = SimpleNamespace(in_features=config.get("projection_class_embeddings_input_dim"))
@@ -205,8 +206,11 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
 
     @ratio.setter
     def ratio(self, ratio: float) -> None:
-        self._ratio = self._manifest.exported(ratio)
-        self._program_files = self._manifest.programs_by_size("unet", self._ratio)
+        self.select(self._manifest.exported(ratio))
+
+    def select(self, ratio: float) -> None:
+        """Run the programs of this ratio from now on: one of the manifest's, which `ratio` finds by six digits."""
+        self._ratio, self._program_files = ratio, self._files_by_ratio[ratio]
 
     def forward(
         self,

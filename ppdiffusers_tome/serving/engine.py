@@ -43,7 +43,7 @@ class Engine:
     process.
 
     Args:
-        text_to_image: a pipeline whose UNet has the attribute `ratio`, as from `inference.load_pipeline`.
+        text_to_image: a pipeline whose UNet has the method `select`, as from `inference.load_pipeline`.
         image_to_image: a pipeline over the same models; None if the VAE's encoder was not exported.
         name: the model's name for clients.
         methods: how tokens merge, in words, by ratio; for the images' metadata.
@@ -99,8 +99,8 @@ class Engine:
         """See `ImageEngine.generate`; should_stop is called before the first step and after each.
 
         Raises:
-            ToMeConfigError: a job starts from an image and there is no image-to-image pipeline, or its size or ratio
-                was not exported.
+            ToMeConfigError: a job starts from an image and there is no image-to-image pipeline, or its size was not
+                exported.
         """
         first = jobs[0]
         self._check_steps("steps", first.steps, first.strength)
@@ -123,7 +123,7 @@ class Engine:
         first = jobs[0]
         if first.image is not None:
             return self._from_image(first, first.image, after_step)
-        self._text_to_image.unet.ratio = first.ratio
+        self._text_to_image.unet.select(first.ratio)
         noise = paddle.concat([self._noise(job) for job in jobs])
         size = first.size._asdict()
         images = list(self._text_to_image(**_settings(jobs, after_step), **size, latents=noise).images)
@@ -136,7 +136,7 @@ class Engine:
     def _from_image(self, job: Job, image: Image.Image, after_step: Callable[..., Any]) -> list[Image.Image]:
         if self._image_to_image is None:
             raise ToMeConfigError(f"{self.name} has no image-to-image pipeline: export it with --img2img")
-        self._image_to_image.unet.ratio = job.ratio
+        self._image_to_image.unet.select(job.ratio)
         paddle.seed(job.seed)
         settings = {**_settings([job], after_step), "image": image, "strength": job.strength}
         return list(self._image_to_image(**settings).images)

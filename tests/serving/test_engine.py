@@ -34,6 +34,7 @@ from ppdiffusers_tome.errors import install_command
 from ppdiffusers_tome.inference import load_pipeline, read_manifest
 from ppdiffusers_tome.run.defaults import ModelDefaults, read_defaults
 from ppdiffusers_tome.run.manifest import Size
+from ppdiffusers_tome.run.models import ExportedUNet
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig, url_of
 from ppdiffusers_tome.serving.engine import Engine, load_engine, load_warm_engine, scheduler_failure, warm_up_jobs
@@ -85,10 +86,22 @@ def test_ratio_is_the_jobs(engine):
     merged, plain = engine.generate([JOB])[0], engine.generate([replace(JOB, ratio=0)])[0]
     assert difference(merged, plain) > 0
     assert difference(engine.generate([JOB])[0], merged) == 0
-    with pytest.raises(ToMeConfigError, match=r"0\.25"):
-        engine.generate([replace(JOB, ratio=0.25)])
     with pytest.raises(ToMeConfigError, match="64x64"):
         engine.generate([replace(JOB, size=Size(64, 64))])
+
+
+def test_a_ratio_is_looked_up_once(engine, exported_folder, monkeypatch):
+    """By the type of the request's field. The UNet's attribute `ratio`, which the engine does not set, looks it up."""
+    monkeypatch.setattr(ExportedUNet, "ratio", property(lambda unet: unet._ratio))
+    manifest = read_manifest(exported_folder)
+    limits, start = Limits(manifest.sizes, manifest.ratios, image_to_image=True), io.BytesIO()
+    Image.new("RGB", (48, 32)).save(start, "PNG")
+    with serving(engine, limits=limits, config=AppConfig(steps=2)) as server:
+        for fields in ({}, {"image": base64.b64encode(start.getvalue()).decode()}):
+            for sent, exported in ((0, 0.0), (0.5000001, 0.5)):
+                answer = server.post(OPENAI, {"prompt": "fox", "tome_ratio": sent, **fields})
+                assert answer.status_code == 200, answer.text
+                assert engine._text_to_image.unet.ratio == exported
 
 
 def test_image_to_image(engine):

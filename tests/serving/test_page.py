@@ -57,12 +57,9 @@ ABORTED = ["ERR_ABORTED"]  # of a request that the page cancels
 class EagerEngine(Engine):
     """The bundled pipeline itself in place of its exported programs, which take a minute to make."""
 
-    def generate(self, jobs, should_stop=None):
-        if jobs[0].ratio:
-            self._text_to_image.apply_tome(jobs[0].ratio)
-        else:
-            self._text_to_image.remove_tome()
-        return super().generate(jobs, should_stop)
+    def __init__(self, pipe, **settings):
+        super().__init__(pipe, **settings)
+        pipe.unet.select = lambda ratio: pipe.apply_tome(ratio) if ratio else pipe.remove_tome()
 
 
 class ColorEngine(FakeEngine):
