@@ -21,7 +21,7 @@ NO_SUCH_PATH = "this server has no such path: /openapi.json lists its paths"
 OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
-# Fields of a job that may be refused after the request was read, where stable-diffusion-webui has other names.
+# Fields of a job that may be refused after the request was read, where stable-diffusion-webui has different names.
 WEBUI_NAMES = {"image": "init_images", "strength": "denoising_strength", "second_pass.steps": "hr_second_pass_steps"}
 
 

@@ -167,7 +167,8 @@ def _read_fields(texts: dict[str, str], model: type[protocol.EditRequest]) -> pr
     try:
         return model.model_validate(given, strict=False)
     except ValidationError as error:
-        raise RequestValidationError([one | {"loc": ("body", *one["loc"])} for one in error.errors()]) from None
+        problems = [problem | {"loc": ("body", *problem["loc"])} for problem in error.errors()]
+        raise RequestValidationError(problems) from None
 
 
 async def _respond(

@@ -48,9 +48,9 @@ ERRORS = responses(protocol.WebuiErrorResponse, 413, 415, 422)
 IMAGE_ERRORS = ERRORS | responses(protocol.WebuiErrorResponse, 409, 429, 500, 503, 504)
 logger = logging.getLogger(__name__)
 
-# Paths outside of /sdapi that clients ask before they use it. By an answer to others they would take this server for
-# what it is not: one with Gradio's pages (/config), SD.Next (/sdapi/v1/version), Forge (/sdapi/v1/sd-modules), or one
-# with an extension (/controlnet/model_list). These are 404, which the clients expect of a server without them.
+# Paths outside of /sdapi that clients ask before they use it. Some more would show them a different program: a server
+# with Gradio's pages (/config), SD.Next (/sdapi/v1/version), Forge (/sdapi/v1/sd-modules), or a server with an
+# extension (/controlnet/model_list). These are 404, which clients expect of a server without them.
 probes = APIRouter(tags=["stable-diffusion-webui"])
 router = APIRouter(prefix="/sdapi/v1", tags=["stable-diffusion-webui"], route_class=JsonRoute)
 
@@ -330,9 +330,9 @@ def _check_second_pass(values: TwoPassRequest, model: ServedModel) -> None:
         "hr_prompt": (),
         "hr_negative_prompt": (),
     }
-    for name, others in choices.items():
+    for name, texts in choices.items():
         text = getattr(values, name)
-        allowed = ("", *others)
+        allowed = ("", *texts)
         if text is not None and text not in (*allowed, same_as_first.get(name)):
             message = f"the second pass supports only {' or '.join(map(json.dumps, allowed))}"
             raise ApiError(422, message, name, "invalid_value")

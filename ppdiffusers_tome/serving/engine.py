@@ -224,7 +224,7 @@ def load_engine(
 def load_warm_engine(
     folder: Path, limits: Limits, guidance_scale: float, settings: dict[str, Any], threads: int | None
 ) -> Engine:
-    """Load an engine with its default program, and warm it up. The queue loads the others while it is idle.
+    """Load an engine with its default program, and warm it up. The pool loads its other programs while no image waits.
 
     Paddle's programs are all loaded here: while it creates a predictor it holds Python's global lock, for over a
     second, and the server could not answer.

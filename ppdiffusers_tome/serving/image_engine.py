@@ -61,7 +61,7 @@ class ImageEngine(ImageSource, Protocol):
         """How often a program of the UNet was loaded, as far as this process knows."""
 
     def load_next(self) -> bool:
-        """Load the next program that may be needed, if it is not loaded; returns whether there are others.
+        """Load the next program that may be needed, if it is not loaded; returns whether there are more.
 
         Raises:
             EngineLostError: the engine's process has ended.
@@ -75,7 +75,7 @@ class ImageEngine(ImageSource, Protocol):
         Args:
             jobs: one, or several with equal `batch_key`, which is not None, if `can_batch`.
             should_stop: called with the number of finished steps and of all steps, of both passes if there are two,
-                before the first step and after some or all others. If it returns True, the call ends.
+                before the first step and after some or all steps. If it returns True, the call ends.
 
         Returns:
             The images, in the order of the jobs.

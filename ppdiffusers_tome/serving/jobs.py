@@ -78,7 +78,7 @@ class SecondPass:
 
 @dataclass(frozen=True)
 class Job:
-    """One image to generate, from noise or from another image.
+    """One image to generate, from noise or from an image.
 
     What a field allows depends on the export, and is checked where the values come from: see `limits.Limits`. What
     two fields allow together is checked here.

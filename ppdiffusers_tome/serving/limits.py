@@ -84,7 +84,7 @@ class Limits:
     def types(self) -> dict[str, Any]:
         """The types of a job's fields that depend on these limits, and of `images`, by name.
 
-        A value that passes is one that a `Job` holds. `image` is there if none is allowed.
+        Values that pass fit a `Job`. Without image-to-image, `image` is a type that allows only an empty value.
         """
         text = text_type(self.prompt_characters)
         kinds: dict[str, Any] = {"images": Integer, "seed": Integer, "steps": Integer, "guidance_scale": float}
@@ -104,7 +104,7 @@ class Limits:
         """The value, which must be within the range of this name.
 
         Raises:
-            JobError: it is not. The message does not name the field, which has other names for clients.
+            JobError: it is not. The message does not name the field, which clients know by a different name.
         """
         low, high = self.ranges[name]
         if not low <= value <= high:
@@ -115,7 +115,7 @@ class Limits:
         """Values of a job's fields that come from options and not from a request's model, as a `Job` holds them.
 
         Raises:
-            JobError: one is not allowed.
+            JobError: a value is not allowed.
         """
         types, allowed = self.types, {}
         for name, value in values.items():
@@ -207,7 +207,7 @@ def ratio_type(ratios: Sequence[float]) -> Any:
 
 
 def choice_type(kind: type, values: Sequence[Any], reason: Callable[[Any], str]) -> Any:
-    """The type of a value that is one of these; `reason` makes the message about another one."""
+    """The type of a value that is one of these; `reason` makes the message about a different value."""
 
     def check(value: Any) -> Any:
         if value not in values:

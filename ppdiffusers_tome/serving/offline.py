@@ -181,7 +181,9 @@ def generate_batch(
             if len(batch) == 1:
                 return [(batch[0], f"{type(error).__name__}: {error}")]
         else:
-            return [(one, encode_png(image, one.job, engine)) for one, image in zip(batch, images, strict=True)]
+            return [
+                (prompt, encode_png(image, prompt.job, engine)) for prompt, image in zip(batch, images, strict=True)
+            ]
     return [result for prompt in batch for result in generate_batch(engine, [prompt], report)]
 
 

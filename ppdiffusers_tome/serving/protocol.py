@@ -96,7 +96,7 @@ IGNORED: dict[str, tuple[str | int, ...]] = {
 
 
 class ImageData(BaseModel):
-    """One of the two texts is there, and the other one is left out."""
+    """An image as `b64_json` or as `url`. The field that is None is left out."""
 
     b64_json: str | None = None
     url: str | None = None
@@ -116,7 +116,7 @@ class ProgressEvent(BaseModel):
     type: str  # "image_generation.progress" or "image_edit.progress"
     position: int  # of the last image in the queue; 0: none waits
     step: int
-    steps: int  # 0: not known yet, or not known here
+    steps: int  # 0: no image has begun
 
 
 class CompletedEvent(BaseModel):
@@ -132,8 +132,8 @@ class CompletedEvent(BaseModel):
     seed: int
     index: int  # of the request's images, from 0
     seconds: float  # of the pipeline calls that generated the request's images, without waiting
-    batch: int  # images in the last of these calls; more than the request's if others shared it
-    step_seconds: list[float]  # of each step of the last call, the first with the text encoder; empty if not known
+    batch: int  # images in the call of the request's last image, which several requests may share
+    step_seconds: list[float]  # of each step of that call, the first with the text encoder; empty if not known
 
 
 class ModelResponse(BaseModel):

@@ -37,7 +37,7 @@ class ImageService:
 
     def __init__(self, model: ServedModel, pool: EnginePool, config: AppConfig) -> None:
         self.model, self.pool, self.queue, self.config = model, pool, pool.queue, config
-        self.created = int(time.time())
+        self.created = int(time.time())  # shown by /v1/models
         self._interruptible: list[Submission] = []  # oldest first
         self._logged: set[str] = set()
 

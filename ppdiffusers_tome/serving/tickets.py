@@ -1,4 +1,4 @@
-"""Waiting and running jobs, the pipeline calls that they share, their progress, and why a queue refuses others."""
+"""Waiting and running jobs, the pipeline calls that they share, their progress, and the errors of a refusal."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future

@@ -125,7 +125,8 @@ export async function generate(settings, { onProgress, onSilence, signal }) {
   if (isLost) throw new ApiError("interrupted");
   if (request.status === 0) throw new ApiError(hasBegun ? "interrupted" : "unreachable");
   if (request.status !== 200) throw errorOf(request.status, bodyOf(request.responseText), request.getResponseHeader("Retry-After"));
-  if (error ?? !image) throw error ?? new ApiError("interrupted");
+  if (error) throw error;
+  if (!image) throw new ApiError("interrupted");
   return image;
 }
 

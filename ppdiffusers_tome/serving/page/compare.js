@@ -69,7 +69,7 @@ async function measuresOf(entry) {
   const [a, b] = shownPair(entry);
   const pair = a === b ? null : [images[a], images[b]];
   const between = pair && { psnr: psnr(...pair), ssim: ssim(...pair), ...differenceOf(...pair) };
-  const white = whiteOf(Math.max(0, between?.largest ?? 0, ...Object.values(toPlain).map((one) => one.largest)));
+  const white = whiteOf(Math.max(0, between?.largest ?? 0, ...Object.values(toPlain).map((measures) => measures.largest)));
   return { ratios, images, toPlain, between, white };
 }
 
@@ -234,7 +234,7 @@ function showPlot(entry, { ratios, toPlain }) {
   show("plot-figure", points.length > 1);
   if (points.length < 2) return;
   const [left, right, top, bottom] = [40, 308, 12, 168];
-  const times = ticksOf(Math.min(...points.map((one) => one.spread.low)), Math.max(...points.map((one) => one.spread.high)));
+  const times = ticksOf(Math.min(...points.map(({ spread }) => spread.low)), Math.max(...points.map(({ spread }) => spread.high)));
   const distances = ticksOf(0, Math.max(...points.map(({ distance }) => distance)) || 1);
   const x = (time) => left + ((right - left) * (time - times[0])) / (times.at(-1) - times[0]);
   const y = (distance) => bottom - ((bottom - top) * distance) / distances.at(-1);

@@ -68,13 +68,13 @@ export function findEntry(isWanted) {
 /** Add an entry, or store its changes. */
 export async function saveEntry(entry, current) {
   if (!entries.includes(entry)) entries.push(entry);
-  const surplus = surplusOf(entries).filter((one) => one !== entry);
-  entries = entries.filter((one) => !surplus.includes(one));
+  const surplus = surplusOf(entries).filter((earlier) => earlier !== entry);
+  entries = entries.filter((stored) => !surplus.includes(stored));
   surplus.forEach(forget);
   showThumbnails(current);
   await attempt(async () => {
     const write = store("readwrite");
-    surplus.forEach((one) => write.delete(one.id));
+    surplus.forEach(({ id }) => write.delete(id));
     await finished(write.put(entry));
   });
 }

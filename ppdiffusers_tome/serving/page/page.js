@@ -26,11 +26,11 @@ async function showCurrent(entry) {
   await showEntry(entry, model, (ratio) => pick(entry, ratio));
 }
 
-/** Show an image at the divider, in place of the one that was picked first. */
+/** Show an image at the divider, in place of the image that was picked first. */
 async function pick(entry, ratio) {
   const pair = shownPair(entry);
-  const others = entry.shown.filter((one) => pair.includes(one) && one !== ratio);
-  const latest = others.at(-1) ?? pair.find((one) => one !== ratio);
+  const different = (shown) => shown !== ratio;
+  const latest = entry.shown.filter((shown) => pair.includes(shown)).findLast(different) ?? pair.find(different);
   entry.shown = latest === undefined ? [ratio] : [latest, ratio];
   await showCurrent(entry);
 }
@@ -171,7 +171,7 @@ function onSilence(silent) {
   $("silence").textContent = silent ? text("silent") : "";
 }
 
-/** Ask until the server is back, and read its model, which may be another one. */
+/** Ask until the server is back, and read its model, which may be a different one. */
 async function watch() {
   if (watching) return;
   watching = true;

@@ -15,7 +15,7 @@ export function ticksOf(low, high, most = 4) {
 }
 
 /** The approximate width of a bold label: Chinese characters are square. */
-const widthOf = (name) => [...name].reduce((width, one) => width + (one > "\u2e80" ? HEIGHT : 0.65 * HEIGHT), 0);
+const widthOf = (name) => [...name].reduce((width, char) => width + (char > "\u2e80" ? HEIGHT : 0.65 * HEIGHT), 0);
 
 const overlap = (a, b) =>
   Math.max(0, Math.min(a.right, b.right) - Math.max(a.left, b.left)) * Math.max(0, Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top));
@@ -42,7 +42,7 @@ export function placeLabels(points, area) {
     boxes.push(...columns.slice(0, 2).map((left) => boxAt(left, y - HEIGHT + 2)));
     const cost = (box) => {
       const outside = Math.max(0, area.left - box.left, box.right - area.right, area.top - HEIGHT - box.top, box.bottom - area.bottom - 2);
-      return taken.reduce((sum, one) => sum + one.weight * overlap(box, one), 100 * outside + FAR * Math.max(0, distance(point, box) - 1.5 * RADIUS));
+      return taken.reduce((sum, covered) => sum + covered.weight * overlap(box, covered), 100 * outside + FAR * Math.max(0, distance(point, box) - 1.5 * RADIUS));
     };
     const best = boxes.reduce((a, b) => (cost(b) < cost(a) ? b : a));
     taken.push({ ...best, weight: 4 });

@@ -55,7 +55,7 @@ export function shareOf({ index, count, step, steps }) {
   return (index + (steps ? step / steps : 0)) / count;
 }
 
-/** An image with the times of another one of the same ratio added. The first step of each run only warms up. */
+/** An image with the times of a second image of the same ratio added. The first step of each run only warms up. */
 export function withTimes(earlier, image) {
   const steps = image.steps.slice(1);
   if (!earlier) return { ...image, steps, runs: 1 };

@@ -12,10 +12,10 @@ export function choiceOf(name, text, model) {
   const value = String(text).trim();
   if (name === "tome_ratio") {
     const digits = Number(value).toPrecision(6);
-    return value === "" ? undefined : model.tome_ratios.find((one) => one.toPrecision(6) === digits);
+    return value === "" ? undefined : model.tome_ratios.find((ratio) => ratio.toPrecision(6) === digits);
   }
   const size = value.toLowerCase().replaceAll(/\s*[x×]\s*/g, "x");
-  return model.sizes.find((one) => one === (size.includes("x") ? size : `${size}x${size}`));
+  return model.sizes.find((exported) => exported === (size.includes("x") ? size : `${size}x${size}`));
 }
 
 /**
