@@ -320,7 +320,7 @@ def test_a_single_file_and_an_earlier_result(plain, tmp_path, capsys):
     assert merge(program, output, "--no-check") == 2
     assert "--overwrite" in capsys.readouterr().err
     assert merge(program, output, "--no-check", "--overwrite", "--ratio", "0.5") == 0
-    assert merge(output, tmp_path / "again") == 2
+    assert merge(output, tmp_path / "again") == 1
     assert "left out in this model already" in capsys.readouterr().err
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.txt").write_text("mine")
@@ -466,9 +466,9 @@ def test_missing_weights_and_outputs_that_are_wrong(plain, tmp_path, capsys, mon
         model.graph.node.append(helper.make_node("Sin", ["right"], [output.name]))
 
     monkeypatch.setattr(model_files, "leave_out_keys", wrong)
-    assert merge(plain, tmp_path / "merged") == 2
+    assert merge(plain, tmp_path / "merged") == 1
     assert "with all keys the merged model differs" in capsys.readouterr().err
     assert not (tmp_path / "merged").exists()
     (plain / "unet" / "unet.weights").unlink()
-    assert merge(plain, tmp_path / "merged") == 2
+    assert merge(plain, tmp_path / "merged") == 1
     assert "has its weights in unet.weights, which is missing" in capsys.readouterr().err
