@@ -37,9 +37,10 @@ CLASSES = (
     "StableDiffusionXLPipeline",
     "StableDiffusionXLImg2ImgPipeline",
 )
-TEXT_OUTPUTS = {  # by the class of the text encoder; in SDXL `hidden_states.0`, `hidden_states.1`, … come after them
-    "CLIPTextModel": ("last_hidden_state", "pooler_output"),
-    "CLIPTextModelWithProjection": ("text_embeds", "last_hidden_state"),
+TEXT_CLASSES = {"text_encoder": "CLIPTextModel", "text_encoder_2": "CLIPTextModelWithProjection"}  # in transformers
+TEXT_OUTPUTS = {  # in SDXL `hidden_states.0`, `hidden_states.1`, … come after them
+    "text_encoder": ("last_hidden_state", "pooler_output"),
+    "text_encoder_2": ("text_embeds", "last_hidden_state"),
 }
 # Entries of configs that only ppdiffusers has.
 FOREIGN = {"data_format", "down_block_out_channels", "up_block_out_channels", "_ppdiffusers_version", "_name_or_path"}
@@ -65,10 +66,10 @@ PASSED = ("force_zeros_for_empty_prompt", "requires_aesthetics_score")  # argume
 
 
 def check_loadable(pipe: DiffusionPipeline, layout: DiffusersLayout) -> None:
-    """Raise unless the loaders know this pipeline and its parts.
+    """Raise unless the loaders know this pipeline and its scheduler.
 
     Raises:
-        ToMeExportError: they do not know the pipeline, a text encoder or the scheduler, or would round its timesteps.
+        ToMeExportError: they do not know the pipeline or the scheduler, or would round its timesteps.
     """
     class_name = type(pipe).__name__
     if class_name not in CLASSES:
@@ -76,12 +77,6 @@ def check_loadable(pipe: DiffusionPipeline, layout: DiffusersLayout) -> None:
             f"{class_name} cannot be exported in the layout 'diffusers': Optimum and OpenVINO GenAI load "
             f"{', '.join(CLASSES)}. Leave out the layout, and load the export with load_pipeline."
         )
-    for name in text_encoders(pipe):
-        if type(getattr(pipe, name)).__name__ not in TEXT_OUTPUTS:
-            raise ToMeExportError(
-                f"{name} is a {type(getattr(pipe, name)).__name__}, which the loaders of the layout 'diffusers' do "
-                f"not know: they know {' and '.join(TEXT_OUTPUTS)}. Leave out the layout."
-            )
     scheduler = type(pipe.scheduler).__name__
     if scheduler.startswith("Preconfig"):
         raise ToMeExportError(
@@ -148,7 +143,7 @@ def _interface(model: str, pipe: DiffusionPipeline, size: Size) -> "Interface":
     from .onnx_interface import Interface
 
     if model in text_encoders(pipe):
-        outputs = TEXT_OUTPUTS[type(getattr(pipe, model)).__name__]
+        outputs = TEXT_OUTPUTS[model]
         layers = range(getattr(pipe, model).config.num_hidden_layers + 1) if is_xl(pipe) else ()
         return Interface((*outputs, *(f"hidden_states.{layer}" for layer in layers)))
     factor = vae_factor(pipe)
@@ -195,7 +190,7 @@ def _config(model: str, pipe: DiffusionPipeline, size: Size, has_encoder: bool) 
     if model in text_encoders(pipe):
         encoder = getattr(pipe, model)
         config = {name: getattr(encoder.config, name) for name in TEXT_CONFIG if hasattr(encoder.config, name)}
-        return config | {"architectures": [type(encoder).__name__], "model_type": "clip_text_model"}
+        return config | {"architectures": [TEXT_CLASSES[model]], "model_type": "clip_text_model"}
     if model != "unet":
         return without_foreign(dict(pipe.vae.config))
     latent = [size.height // vae_factor(pipe), size.width // vae_factor(pipe)]
@@ -226,7 +221,7 @@ def _model_index(pipe: DiffusionPipeline) -> dict[str, Any]:
         "vae": ["diffusers", "AutoencoderKL"],
     }
     for name in text_encoders(pipe):
-        index[name] = ["transformers", type(getattr(pipe, name)).__name__]
+        index[name] = ["transformers", TEXT_CLASSES[name]]
     for name in ("tokenizer", "tokenizer_2"):
         if vars(pipe).get(name) is not None:
             index[name] = ["transformers", "CLIPTokenizer"]

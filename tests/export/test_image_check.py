@@ -18,7 +18,17 @@ from ppdiffusers import (
     StableDiffusionPipeline,
 )
 from ppdiffusers.models.attention_processor import SlicedAttnProcessor
-from zoo.parts import AUTOENCODER, ONE_LEVEL, controlnet, ready, scheduler, stable_diffusion, tokenizer, unet
+from zoo.parts import (
+    AUTOENCODER,
+    ONE_LEVEL,
+    controlnet,
+    ready,
+    scheduler,
+    stable_diffusion,
+    text_encoder_with_projection,
+    tokenizer,
+    unet,
+)
 
 from ppdiffusers_tome import ToMeConfig, ToMeExportError
 from ppdiffusers_tome.cli import main
@@ -89,6 +99,10 @@ REFUSED = {
     "a mask of the text": (
         lambda: changed(lambda pipe: setattr(pipe.text_encoder.config, "use_attention_mask", True)),
         "text_encoder has use_attention_mask=True",
+    ),
+    "a text encoder": (
+        lambda: tiny_pipeline(text_encoder=text_encoder_with_projection()),
+        "text_encoder is of the class CLIPTextModelWithProjection, .*stand for CLIPTextModel:",
     ),
     "a scheduler": (
         lambda: tiny_pipeline(scheduler=scheduler(OwnScheduler)),
