@@ -831,6 +831,23 @@ def test_key_is_asked_for_once_and_not_stored(browser):
 # History and links
 
 
+def stored(page, method, *values):
+    """The result of a request to the store of the history: one of IDBObjectStore's methods."""
+    return page.evaluate(
+        """([method, values]) => new Promise((resolve, reject) => {
+            const opening = indexedDB.open("ppdiffusers_tome");
+            opening.onerror = reject;
+            opening.onsuccess = () => {
+                const store = opening.result.transaction("entries", "readwrite").objectStore("entries");
+                const asked = store[method](...values);
+                asked.onerror = reject;
+                asked.onsuccess = () => { opening.result.close(); resolve(asked.result); };
+            };
+        })""",
+        [method, values],
+    )
+
+
 def test_history(browser, fake):
     """An entry brings images and settings back, is marked, and survives a reload; a click while an image is generated
     mixes nothing up."""
@@ -867,9 +884,11 @@ def test_history(browser, fake):
         page.click("#thumbnails [title*=third]")
         expect(page.locator("#caption")).to_contain_text("seed 3")
         assert page.evaluate("document.querySelector('#left').naturalWidth") == 64
+        stored(page, "put", {"id": "other", "model": "another model", "time": 0, "settings": {}, "images": {}})
         page.once("dialog", lambda dialog: dialog.accept())
         page.click("#clear")
         expect(page.locator("#history")).to_be_hidden()
+        until(lambda: stored(page, "getAllKeys") == ["other"])  # what is of another model stays
         page.reload()
         expect(page.locator("#phase")).to_have_text("Ready.")
         expect(page.locator("#history")).to_be_hidden()
