@@ -16,7 +16,9 @@ from ppdiffusers.models.attention_processor import Attention, AttnProcessor, Sli
 from ppdiffusers_tome.attach.attach import attach, detach
 from ppdiffusers_tome.export.conversion import Converter
 from ppdiffusers_tome.export.export import share_weights
-from ppdiffusers_tome.export.tracing import TracedProgram
+from ppdiffusers_tome.export.onnx_merging import prepare_edits
+from ppdiffusers_tome.export.request import DenoiserMerging
+from ppdiffusers_tome.export.tracing import TracedProgram, compare_in_onnx_runtime
 from ppdiffusers_tome.files import write_file
 from ppdiffusers_tome.inference import Size, choose_runtime
 from ppdiffusers_tome.run.folder import ONNX_WEIGHTS, ExportedFolder
@@ -154,19 +156,59 @@ class ProgramBackend(Backend):
             self._converter.close()
 
     def _export(self, arm: Arm) -> Files:
-        """The program of an arm, which is traced unless it is cached."""
-        workload, size = self.workload, self.workload.case.size
-        key = program_key(size, arm.by, arm.config, self._format)
+        """The program of an arm, which is made as `export` makes it unless it is cached."""
+        key = self._key(arm)
         files = self._cache.load_files(key)
         if files is None:
-            shutil.rmtree(self.programs / key, ignore_errors=True)  # of a process that ended while it wrote
-            traceable = workload.traceable()
-            self.attach(getattr(traceable.layer, "unet", traceable.layer), arm)
-            planned = PlannedProgram("unet", Size(size, size), arm.ratio)
-            traced = TracedProgram(traceable, planned, self.programs, key, workload.dims, self.threads)
-            files = self._in_paddle(traced) if self._converter is None else self._as_onnx(traced, key, self._converter)
+            merging = DenoiserMerging(arm.config, None)
+            is_edited = self._format == "onnx" and arm.by != BUILT_IN and merging.only_leaves_out_keys
+            files = self._edit(arm, key, merging) if is_edited else self._trace(arm, key)
             self._cache.store_files(files, key)
         return files
+
+    def _key(self, arm: Arm) -> str:
+        return program_key(self.workload.case.size, arm.by, arm.config, self._format)
+
+    def _trace(self, arm: Arm, key: str) -> Files:
+        """The traced program of an arm."""
+        workload = self.workload
+        shutil.rmtree(self.programs / key, ignore_errors=True)  # of a process that ended while it wrote
+        traceable = workload.traceable()
+        self.attach(getattr(traceable.layer, "unet", traceable.layer), arm)
+        traced = TracedProgram(traceable, self._planned(arm), self.programs, key, workload.dims, self.threads)
+        if self._converter is None:
+            return self._in_paddle(traced)
+        with self._shared_weights() as weights:
+            path = self.programs / f"{key}.onnx"
+            weights.move(traced.convert(self._converter), path)
+            parity = traced.compare_in_onnx_runtime(path)
+        shutil.rmtree(self.programs / key)
+        return Files(path.name, weights.path.name, parity)
+
+    def _edit(self, arm: Arm, key: str, merging: DenoiserMerging) -> Files:
+        """The program of an arm that leaves out keys, which is made from the plain one."""
+        plain = self._export(Arm(backend=arm.backend))
+        (edit,) = prepare_edits(self.workload.traceable(), self.workload.dims, [merging]).values()
+        path = self.programs / f"{key}.onnx"
+        with self._shared_weights() as weights:
+            edit.write(self.programs / plain.program, path, weights)
+        differences = edit.comparison.first_differences
+        label = self._planned(arm).label
+        parity = compare_in_onnx_runtime(path, label, self.threads, lambda run, _tolerance: differences(run))
+        return Files(path.name, weights.path.name, parity)
+
+    def _planned(self, arm: Arm) -> PlannedProgram:
+        size = self.workload.case.size
+        return PlannedProgram("unet", Size(size, size), arm.ratio)
+
+    @contextmanager
+    def _shared_weights(self) -> Iterator[SharedWeights]:
+        """The weights of all ONNX programs, which are on the disk once; what is added in the context is recorded."""
+        index = self.programs / "weights.json"
+        places = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else {}
+        weights = SharedWeights(self.programs / f"shared{ONNX_WEIGHTS}", places)
+        yield weights
+        write_file(index, json.dumps(weights.places))
 
     def _in_paddle(self, traced: TracedProgram) -> Files:
         """A program in Paddle's format, whose weights are on the disk once for all arms."""
@@ -176,14 +218,3 @@ class ProgramBackend(Backend):
         if params != own:
             os.link(params, own)
         return Files(*traced.files.paths, *parities)
-
-    def _as_onnx(self, traced: TracedProgram, key: str, converter: Converter) -> Files:
-        """The program as ONNX, whose weights are on the disk once for all arms."""
-        index = self.programs / "weights.json"
-        places = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else {}
-        weights, path = SharedWeights(self.programs / f"shared{ONNX_WEIGHTS}", places), self.programs / f"{key}.onnx"
-        weights.move(traced.convert(converter), path)
-        parity = traced.compare_in_onnx_runtime(path)
-        write_file(index, json.dumps(weights.places))
-        shutil.rmtree(self.programs / key)
-        return Files(path.name, weights.path.name, parity)
