@@ -7,6 +7,7 @@ import numpy as np
 import paddle
 
 from ..errors import ToMeExportError
+from ..families.kernels import attention_in_slices
 from ..run.runtime import Program
 from .programs import Traceable
 
@@ -32,7 +33,7 @@ class Comparison:
         for batch, (inputs,) in self._inputs.items():
             if "timestep" in inputs:
                 inputs["timestep"] = paddle.to_tensor([TIMESTEPS[batch]])
-        with paddle.no_grad():
+        with paddle.no_grad(), attention_in_slices(traceable.layer):
             self._eager = {batch: arrays(traceable.layer(**self._inputs[batch][0])) for batch in BATCHES}
         for batch in BATCHES:
             self._inputs[batch] += [random_inputs(traceable, random, dims, batch) for _ in range(TRIES - 1)]

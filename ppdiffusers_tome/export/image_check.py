@@ -7,6 +7,7 @@ because of the class or the config of a component, shows in an image only.
 import copy
 import inspect
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from PIL import Image
 from ppdiffusers import DiffusionPipeline
 
 from ..errors import ToMeExportError
+from ..families.kernels import attention_in_slices
 from ..families.schedules import timesteps_of
 from ..run.manifest import Manifest
 from ..run.onnx_weights import OPTIMIZED
@@ -110,16 +112,19 @@ def _eager_images(pipe: DiffusionPipeline, cases: Sequence[ImageCase], size: Siz
     vars(scheduler).update(tensors)
     vars(eager).update(copies, scheduler=scheduler)
     images = []
-    for case in cases:
-        merge_by(eager, *case.merging.configs)
-        try:
-            images.append(_generate(eager, case, size))
-        except Exception as error:  # of ppdiffusers, Paddle or the user's model
-            raise ToMeExportError(
-                f"the pipeline itself cannot generate an image of {size} ({error_summary(error)}), so nothing was "
-                "written. To export it all the same, leave out the check of images: image_check=False "
-                "(--no-image-check)."
-            ) from error
+    with ExitStack() as stack:
+        for model in copies.values():
+            stack.enter_context(attention_in_slices(model))
+        for case in cases:
+            merge_by(eager, *case.merging.configs)
+            try:
+                images.append(_generate(eager, case, size))
+            except Exception as error:  # of ppdiffusers, Paddle or the user's model
+                raise ToMeExportError(
+                    f"the pipeline itself cannot generate an image of {size} ({error_summary(error)}), so nothing was "
+                    "written. To export it all the same, leave out the check of images: image_check=False "
+                    "(--no-image-check)."
+                ) from error
     return images
 
 

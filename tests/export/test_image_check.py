@@ -17,7 +17,7 @@ from ppdiffusers import (
     StableDiffusionInpaintPipeline,
     StableDiffusionPipeline,
 )
-from ppdiffusers.models.attention_processor import SlicedAttnProcessor
+from ppdiffusers.models.attention_processor import Attention, SlicedAttnProcessor
 from zoo.parts import (
     AUTOENCODER,
     ONE_LEVEL,
@@ -248,6 +248,23 @@ def test_images_use_each_kind_of_program_and_each_pipeline_once(exported_folder,
 
 
 # What saves memory in eager mode
+
+
+def test_eager_passes_of_an_export_have_the_scores_of_one_head_in_memory(monkeypatch, tmp_path):
+    """Those of all heads of a large image need more memory than the machine that runs the export may have."""
+    heads, compute = set(), Attention.get_attention_scores
+
+    def record(layer, query, *others):
+        if paddle.in_dynamic_mode():  # not where a program is traced
+            heads.add(query.shape[0])
+        return compute(layer, query, *others)
+
+    monkeypatch.setattr(Attention, "get_attention_scores", record)
+    pipe = tiny_pipeline()
+    processors = pipe.unet.attn_processors
+    export_linked(pipe, tmp_path / "out", 0.5, [(64, 64)], image_check=True)
+    assert heads == {1}
+    assert pipe.unet.attn_processors == processors
 
 
 def test_slices_and_tiles_are_off_in_programs_and_stay_on_in_the_pipeline(exported_folder, tmp_path):
