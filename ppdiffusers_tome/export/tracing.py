@@ -198,7 +198,7 @@ def write_program(traceable: Traceable, folder: Path, fixed: Mapping[str, int], 
             f"Paddle {paddle.__version__} cannot export the {label}: {error_summary(error)}"
         ) from error
     finally:
-        _forget_traces()
+        forget_traces()
     # Only needed to continue training; contains pickled objects.
     (folder / f"{STEM}.pdiparams.info").unlink(missing_ok=True)
     params = folder / f"{STEM}.pdiparams"
@@ -237,7 +237,7 @@ def _without_auto_cast() -> Iterator[None]:
         module._g_amp_state_ = record
 
 
-def _forget_traces() -> None:
+def forget_traces() -> None:
     """Empty Paddle's records of the parameters of programs that are being traced.
 
     They are under the `id` of the program, and stay if tracing fails: so do the parameters, and a later program at the

@@ -10,6 +10,8 @@ from paddle.static import InputSpec
 from zoo.parts import ONE_LEVEL
 from zoo.transformers import dit, sd3
 
+from ppdiffusers_tome.export.tracing import forget_traces
+
 pytestmark = [
     # Paddle 2.6 on Python 3.12: its translation of Python to programs reads syntax trees by names that go away.
     pytest.mark.filterwarnings(r"ignore:(.|\n)*(Attribute [ns] is|ast\.\w+ is) deprecated:DeprecationWarning"),
@@ -28,7 +30,10 @@ def export(unet, path, size=(16, 16)):
 
 def save(layer, spec, path):
     """`paddle.jit.save`, as `export_pipeline` calls it."""
-    paddle.jit.save(paddle.jit.to_static(layer, input_spec=spec, full_graph=True), str(path))
+    try:
+        paddle.jit.save(paddle.jit.to_static(layer, input_spec=spec, full_graph=True), str(path))
+    finally:
+        forget_traces()
 
 
 @pytest.fixture(

@@ -21,6 +21,7 @@ from ppdiffusers_tome import Grid, ToMePassError, apply_tome, remove_tome, tome_
 from ppdiffusers_tome.attach import outer
 from ppdiffusers_tome.attach.attach import attached_placements
 from ppdiffusers_tome.attach.forward import wrap_of
+from ppdiffusers_tome.export.tracing import forget_traces
 from ppdiffusers_tome.families.blocks import find_blocks
 from ppdiffusers_tome.families.grids import grid_of_ids
 from ppdiffusers_tome.families.stream import Text
@@ -348,6 +349,7 @@ def test_program_of_flux_equals_eager_and_fails_on_another_grid(family, model):
     with paddle.no_grad():
         with pytest.raises(ToMePassError, match="run the model once"):
             program(*tensors)
+        forget_traces()  # or Paddle crashes if the next program is at the same address
         eager = run(model, inputs)
         program = program_of(SampleOfFlux(model), tensors)
         np.testing.assert_allclose(program(*tensors).numpy(), eager, atol=1e-6)
