@@ -51,8 +51,8 @@ def use_ordinary_attention(model: nn.Layer) -> None:
 def attention_in_slices(model: nn.Layer) -> Iterator[None]:
     """A context in which a model computes ordinary attention for one head of one image at a time.
 
-    Its outputs differ by rounding alone. The scores of all heads together need most of the memory of large images: 17 GB at the first level of Stable
-    Diffusion 1.5 at 1024 px, in a batch of two.
+    Its outputs differ by rounding alone. The scores of all heads together need most of the memory of large images:
+    17 GB at the first level of Stable Diffusion 1.5 at 1024 px, in a batch of two.
     """
     ordinary = [layer for layer in model.sublayers() if type(getattr(layer, "processor", None)) is AttnProcessor]
     # In slices ppdiffusers leaves out the spatial norm, which the decoder of a VQ model has.
