@@ -1,10 +1,12 @@
 """`export`: write a pipeline as a folder of programs for ONNX Runtime or Paddle Inference."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..cores import usable_cores
 from ..export.layouts import EXPORT_FORMATS, LAYOUTS, RUNTIMES, DiffusersLayout, choose_layout
 from ..methods import ToMeConfig
 from ..run.manifest import Manifest, is_refiner
@@ -65,6 +67,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     import ppdiffusers
+    from paddle.base import core
     from paddlenlp.utils.log import logger
 
     from ..export.export import write_export
@@ -73,6 +76,8 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     configs = merge_configs(options)
     with naming_options(runtime="--for", controlnet="--controlnet-ratio", ratios="--ratio", sizes="--size"):
         request = _request(options, configs)
+        if "OMP_NUM_THREADS" not in os.environ:  # without it, Paddle computes in one thread what programs compare with
+            core.set_num_threads(usable_cores())
         logger.set_level("WARNING")
         ppdiffusers.utils.logging.disable_progress_bar()
         pipe = load_eager_pipeline(options.model, options.controlnet, safety_checker=not options.no_safety_checker)

@@ -9,6 +9,7 @@ from zoo.parts import ONE_LEVEL, controlnet, scheduler, stable_diffusion, tokeni
 
 from ppdiffusers_tome import ToMeConfigError, ToMeExportError
 from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.cores import usable_cores
 from ppdiffusers_tome.export import export as export_module
 from ppdiffusers_tome.export import loading
 from ppdiffusers_tome.inference import export_pipeline
@@ -107,3 +108,20 @@ def test_more_tokens_than_positions(make, tmp_path):
     getattr(pipe, name).model_max_length = 77
     with pytest.raises(ToMeExportError, match=r"77 tokens, but the text_encoder\w* has 24 positions: set "):
         export_pipeline(pipe, tmp_path / "out", 0.5, 32)
+
+
+@pytest.mark.parametrize("variable", [None, "3"])
+def test_the_command_uses_all_cores_unless_the_environment_says_otherwise(
+    variable, with_controlnet, tmp_path, monkeypatch
+):
+    """Paddle has one thread where OMP_NUM_THREADS is not set, which it read when it was imported."""
+    monkeypatch.setattr(loading, "load_eager_pipeline", lambda *_, **__: with_controlnet)
+    threads = []
+    monkeypatch.setattr("paddle.base.core.set_num_threads", threads.append)
+    if variable is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    arguments = ["--model", "x/y", "--size", "32", "--ratio", "0.02"]  # which is refused before the first program
+    assert main(["export", *arguments, "--output", str(tmp_path / "out")]) == 2
+    assert threads == ([usable_cores()] if variable is None else [])
