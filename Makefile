@@ -139,15 +139,16 @@ RESULTS ?= benchmarks/results
 SCENES = --model examples/scenes_sd --size 256
 BENCH = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/bench.py
 METHODS = --merging method=interlace,ratio=0.5 method=interlace,ratio=0.75 method=interlace,ratio=0.9375 method=todo,ratio=0.75 method=tomesd,ratio=0.5
-SD15 = $(BENCH) --architecture sd15 --arms plain tome
+SD15 = $(BENCH) --architecture sd15 --batch 2 --threads 2
+SD15_METHODS = --arms plain tome --merging ratio=0.75 ratio=0.5 method=todo,ratio=0.75
 
-bench: $(VENV)/.installed ## measure time and memory of passes, and write their report
+bench: $(VENV)/.installed ## measure time and memory of passes, and write their report: hours
 	$(BENCH) $(SCENES) --backend eager predictor onnxruntime openvino openvino-bf16 --arms plain memory-efficient tome both built-in $(METHODS) --threads 1 --output $(RESULTS)/scenes_unet.json
 	$(BENCH) $(SCENES) --backend onnxruntime openvino openvino-bf16 --arms plain tome $(METHODS) --threads 1 --output $(RESULTS)/scenes_unet_again.json
 	$(BENCH) --model examples/scenes_sd --size 128 192 256 --batch 2 4 --arms plain tome --ratio 0.5 0.75 0.9375 --threads 1 --output $(RESULTS)/scenes_sizes.json
-	$(SD15) --size 512 --rounds 6 --threads 1 --output $(RESULTS)/sd15_eager.json
-	$(SD15) --size 512 --ratio 0.5 0.75 --backend onnxruntime openvino openvino-bf16 --threads 2 --output $(RESULTS)/sd15_exported_512.json
-	$(SD15) --size 768 --backend onnxruntime --threads 2 --output $(RESULTS)/sd15_exported_768.json
+	$(SD15) --size 512 --arms plain memory-efficient tome both --rounds 3 --output $(RESULTS)/sd15_eager.json
+	$(SD15) --size 512 $(SD15_METHODS) method=tomesd,ratio=0.5 --backend onnxruntime openvino openvino-bf16 --rounds 7 --output $(RESULTS)/sd15_exported_512.json
+	$(SD15) --size 768 $(SD15_METHODS) --backend onnxruntime openvino --rounds 5 --output $(RESULTS)/sd15_exported_768.json
 	OMP_NUM_THREADS=1 $(PY) benchmarks/sdxl_blocks.py --output $(RESULTS)/sdxl_blocks.json
 	$(BENCH) report $(RESULTS)/*.json --output $(RESULTS)/..
 

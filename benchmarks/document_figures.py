@@ -329,6 +329,24 @@ def cpu_gain(backend: str, size: str) -> list[str]:
     return with_image([on_cpu(backend, size, name) for name in (DEFAULT, TODO)])
 
 
+def seconds_on_cpu(backend: str, size: str) -> list[str]:
+    """A pass of Stable Diffusion 1.5's UNet on a CPU: seconds plain and merged, and the gains of pass and image."""
+    for file in sorted(path.stem for path in RESULTS.glob("sd15_*.json")):
+        if row := arm(file, DEFAULT, backend, size):
+            gained = gain_of(row, file)
+            seconds = [f"{statistics.median(one['seconds']):.1f} s" for one in (plain_of(row, file), row)]
+            return [*seconds, gained, of_image(gained)]
+    return [NOT_MEASURED] * 4
+
+
+def milliseconds_on_gpu(size: str) -> list[str]:
+    """A pass on a GPU at batch 2: milliseconds plain and by todo, and the gains of pass and image."""
+    names = [f"onnxruntime {name}" for name in (PLAIN, TODO)]
+    times = [f"{statistics.median(gpu_arms(name, size, '2')[0]['ms']):.0f} ms" for name in names]
+    gained = on_gpu(size, "2", names[1])
+    return [*times, gained, of_image(gained)]
+
+
 def scenes_gain(backend: str) -> list[str]:
     """The UNet of `scenes_sd` at 256 px on a CPU, as `gpu_gain`."""
     return with_image([gain_of(arm("scenes_unet", name, backend, 256), "scenes_unet") for name in (DEFAULT, TODO)])
@@ -485,6 +503,8 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
     "joint_time": joint_time,
     "gpu_gain": gpu_gain,
     "cpu_gain": cpu_gain,
+    "seconds_on_cpu": seconds_on_cpu,
+    "milliseconds_on_gpu": milliseconds_on_gpu,
     "scenes_gain": scenes_gain,
     "small_image_gain": small_image_gain,
     "demo": demo,

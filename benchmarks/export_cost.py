@@ -8,8 +8,9 @@
 `measure` runs `python -m ppdiffusers_tome export` of a checkout for each of `EXPORTS`, one after another, and adds the
 figures to the result. Memory is the PSS of the command and its processes, every fifth of a second; its largest value
 counts, and images are not compared. `measure --unet` ends each export when its UNets are written, and adds the peak of
-their memory, which does not depend on what else the machine does. `images` measures exports that compare images, and
-how much of their time that takes. Stable Diffusion 1.5 has random weights, and is written to build/ first (4 GB).
+their memory, which does not depend on what else the machine does. `images` measures exports that compare images, as
+they do by default, how much of their time that takes, and their size on the disk. Stable Diffusion 1.5 has random
+weights, and is written to build/ first (4 GB).
 `report` prints the table of `measure`.
 """
 
@@ -42,6 +43,10 @@ EXPORTS = {  # by what stands in the table
 EXPORTS_WITH_IMAGES = {
     "`scenes_sd`, two ratios, `--img2img`": ["--model", "examples/scenes_sd", "--ratio", "0.75", "0", "--img2img"],
     **{name: arguments for name, arguments in EXPORTS.items() if str(SD15) in arguments},
+    "Stable Diffusion 1.5 at 768 px, two ratios": ["--model", str(SD15), "--size", "768", "--ratio", "0.75", "0"],
+    "Stable Diffusion 1.5 at 512 and 1024 px, two ratios, `--img2img`": [
+        *("--model", str(SD15), "--size", "512", "1024", "--ratio", "0.75", "0", "--img2img"),
+    ],
 }
 
 
@@ -62,7 +67,7 @@ def build_sd15(folder: Path) -> None:
 
 
 def measure(arguments: list[str], source: Path, is_unet: bool) -> dict[str, float]:
-    """Seconds and peak bytes of an export by the code of a checkout, or the peak of its UNets.
+    """Seconds, peak bytes and bytes on the disk of an export by the code of a checkout, or the peak of its UNets.
 
     If it compares images, also the seconds from then on, in which it does little else.
     """
@@ -84,8 +89,9 @@ def measure(arguments: list[str], source: Path, is_unet: bool) -> dict[str, floa
         if process.returncode:
             text = Path(log.name).read_text(errors="replace")
             raise subprocess.CalledProcessError(process.returncode, command, text)
+        disk = sum(file.stat().st_size for file in Path(scratch, "export").rglob("*") if file.is_file())
     of_images = {} if compares is None else {"image_check_seconds": start + seconds - compares}
-    return {"seconds": seconds, **of_images, "peak_bytes": peak}
+    return {"seconds": seconds, **of_images, "peak_bytes": peak, "disk_bytes": disk}
 
 
 def proportional_bytes(process: psutil.Process) -> int:

@@ -97,6 +97,8 @@ class Reader:
             code = ROOT.joinpath(words[1]).read_text(encoding="utf-8").replace("8000", self.port)
             self.run_python(code.replace("127.0.0.1", "localhost"), {})
             self.called.append(words[1])
+        elif words[0] == "head":
+            subprocess.run(text, shell=True, check=True)
         elif words[0] == "curl":
             self.start()
             done = subprocess.run(["curl", "--fail-with-body", "-sS", *words[1:]], capture_output=True, text=True)
