@@ -15,7 +15,6 @@ weights, and is written to build/ first (4 GB).
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -27,43 +26,32 @@ from typing import Any
 import psutil
 from lab.markdown import table
 from lab.result_files import make_result, read_json
+from sd15_rehearsal import MODEL, build, proportional_bytes
 
 from ppdiffusers_tome.comparison.results import write_result
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "export_cost.json"
 IMAGE_CHECK = RESULT.with_name("image_check.json")
-SD15 = ROOT / "build" / "sd15_random"
+SD15 = ROOT / MODEL
+OF_SD15 = ["--model", str(SD15), "--no-safety-checker", "--ratio", "0.75", "0"]
 EXPORTS = {  # by what stands in the table
     "`scenes_sd`, one ratio": ["--model", "examples/scenes_sd", "--ratio", "0.75"],
     "`scenes_sd`, three ratios": ["--model", "examples/scenes_sd", "--ratio", "0.75", "0.5", "0"],
     "`scenes_sd`, four ratios": ["--model", "examples/scenes_sd", "--ratio", "0.75", "0.5", "0.875", "0"],
-    "Stable Diffusion 1.5 at 512 px, two ratios": ["--model", str(SD15), "--size", "512", "--ratio", "0.75", "0"],
+    "Stable Diffusion 1.5 at 512 px, two ratios": [*OF_SD15, "--size", "512"],
 }
 EXPORTS_WITH_IMAGES = {
     "`scenes_sd`, two ratios, `--img2img`": ["--model", "examples/scenes_sd", "--ratio", "0.75", "0", "--img2img"],
-    **{name: arguments for name, arguments in EXPORTS.items() if str(SD15) in arguments},
-    "Stable Diffusion 1.5 at 768 px, two ratios": ["--model", str(SD15), "--size", "768", "--ratio", "0.75", "0"],
+    "Stable Diffusion 1.5 at 768 px, two ratios": [*OF_SD15, "--size", "768"],
     "Stable Diffusion 1.5 at 512 and 1024 px, two ratios, `--img2img`": [
-        *("--model", str(SD15), "--size", "512", "1024", "--ratio", "0.75", "0", "--img2img"),
+        *OF_SD15,
+        "--size",
+        "512",
+        "1024",
+        "--img2img",
     ],
 }
-
-
-def build_sd15(folder: Path) -> None:
-    """Write Stable Diffusion 1.5 with random weights; one component is in memory at a time."""
-    import ppdiffusers
-    from sd15_rehearsal import components
-
-    index: dict[str, Any] = {"_class_name": "StableDiffusionPipeline", "_ppdiffusers_version": ppdiffusers.__version__}
-    index |= {name: [None, None] for name in ("image_encoder", "safety_checker")} | {"requires_safety_checker": False}
-    for name, library, make in components():
-        if name != "safety_checker":
-            component = make()
-            index[name] = [library, type(component).__name__]
-            component.save_pretrained(str(folder / name))
-            del component
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def measure(arguments: list[str], source: Path, is_unet: bool) -> dict[str, float]:
@@ -94,17 +82,6 @@ def measure(arguments: list[str], source: Path, is_unet: bool) -> dict[str, floa
     return {"seconds": seconds, **of_images, "peak_bytes": peak, "disk_bytes": disk}
 
 
-def proportional_bytes(process: psutil.Process) -> int:
-    """The PSS of a process and its children: what several of them share counts once."""
-    total = 0
-    for one in (process, *process.children(recursive=True)):
-        try:
-            total += one.memory_full_info().pss
-        except psutil.Error:  # it has ended
-            continue
-    return total
-
-
 def report(result: dict[str, Any]) -> str:
     """The table of a result."""
     rows = []
@@ -133,7 +110,7 @@ def main() -> None:
     if options.mode == "report":
         return print(report(earlier))
     if not SD15.is_dir():
-        build_sd15(SD15)
+        build(SD15)
     if options.mode == "images":
         measured = read_json(IMAGE_CHECK)["exports"] if IMAGE_CHECK.is_file() else {}
         for name in options.only:

@@ -1,34 +1,42 @@
-"""Run `compare` on Stable Diffusion 1.5 with random weights: all but the servers that have the published ones.
+"""Do with Stable Diffusion 1.5 on a CPU what README prints: export, compare and serve. Its weights are random.
 
     python benchmarks/sd15_rehearsal.py
 
-Builds the model as ppdiffusers 0.29 saves it, with a safety checker and with weights in fp16 beside those in fp32, and
-serves it on this machine as the hub does. Then `compare` loads it by its name. Prints seconds and the peak of its
-memory; they and the files that were asked for are in the result. Needs 14 GB of disk until it ends.
+Builds the model as ppdiffusers 0.29 saves it, with a safety checker, in build/ (5 GB), and runs the commands on it.
+The result has their seconds, the peak of their memory, and the size of the export on the disk. `serve` makes images
+one at a time, plain and merged in turns, and each is timed. What depends on the weights, such as the PSNR of
+`compare`, says nothing of the published model.
 """
 
 import argparse
 import json
 import os
+import shlex
+import shutil
+import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
-from typing import Any, ClassVar
+from threading import Event, Thread
+from typing import Any
 
+import psutil
 from lab.result_files import make_result
 
 from ppdiffusers_tome.comparison.results import write_result
 
 ROOT = Path(__file__).parents[1]
-NAME = "runwayml/stable-diffusion-v1-5"
-HUB = f"models/community/{NAME}"  # its path on the server
-OPTIONS = "--size 512 --steps 1 --rounds 1 --method interlace todo --prompt fox"  # of compare
+RESULT = ROOT / "benchmarks" / "results" / "rehearsal_sd15.json"
+MODEL, EXPORT = Path("build", "sd15"), Path("build", "model")
+COMMANDS = {  # as README prints them, with the folder of the model
+    "export": f"export --model {MODEL} --size 512 --no-safety-checker --output {EXPORT} --ratio 0.75 0",
+    "compare": f"compare --model {EXPORT} --steps 4 --prompt 'a photo of a fox' 'a street at night'",
+}
+STEPS, IMAGES, TIMEOUT = 20, 2, 600  # of `serve`: of an image; of each ratio; seconds of a request
 VAE = {"block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "sample_size": 512}
 VAE |= {"down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4}
 TEXT = {"vocab_size": 49408, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12}  # CLIP ViT-L/14
@@ -60,70 +68,123 @@ def components() -> Iterator[tuple[str, str, Callable[[], Any]]]:
 
 def build(folder: Path) -> None:
     """Write the model; one component is in memory at a time."""
-    import paddle
     import ppdiffusers
 
     index: dict[str, Any] = {"_class_name": "StableDiffusionPipeline", "_ppdiffusers_version": ppdiffusers.__version__}
     index |= {"image_encoder": [None, None], "requires_safety_checker": True}
     for name, library, make in components():
-        component, place = make(), str(folder / name)
+        component = make()
         index[name] = [library, type(component).__name__]
-        component.save_pretrained(place)
-        if isinstance(component, paddle.nn.Layer):
-            config = (folder / name / "config.json").read_bytes()
-            component.to(dtype="float16")
-            component.save_pretrained(place, variant="fp16")
-            (folder / name / "config.json").write_bytes(config)
+        component.save_pretrained(str(folder / name))
         del component
     (folder / "model_index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
-class Hub(SimpleHTTPRequestHandler):
-    """Serves files with an ETag, as ppdiffusers asks for one; `requests` are those so far, with their status."""
-
-    requests: ClassVar[dict[str, int]] = {}
-
-    def end_headers(self) -> None:
-        self.send_header("ETag", f'"{abs(hash(self.path))}"')
-        super().end_headers()
-
-    def log_request(self, code: Any = "-", size: Any = "-") -> None:
-        self.requests[self.path.removeprefix(f"/{HUB}/")] = int(code)
+def proportional_bytes(process: psutil.Process) -> int:
+    """The PSS of a process and its children: what several of them share counts once."""
+    total = 0
+    for one in (process, *process.children(recursive=True)):
+        try:
+            total += one.memory_full_info().pss
+        except psutil.Error:  # it has ended
+            continue
+    return total
 
 
-def run(command: list[str], **environment: str) -> dict[str, float]:
-    """Seconds of a command, and the most memory that it had; an error if it fails."""
-    start = time.perf_counter()
-    process = subprocess.Popen(command, env={**os.environ, **environment})
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
-    return {"seconds": time.perf_counter() - start, "peak_bytes": usage.ru_maxrss * 1024}
+@contextmanager
+def watched(process: psutil.Process) -> Iterator[dict[str, float]]:
+    """At its end the dict has the seconds in the context, and the peak of the memory, every fifth of a second."""
+    figures: dict[str, float] = {}
+    start, peaks, is_over = time.perf_counter(), [0], Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.2) and process.is_running():
+            peaks.append(proportional_bytes(process))
+
+    thread = Thread(target=watch)
+    thread.start()
+    try:
+        yield figures
+    finally:
+        is_over.set()
+        thread.join()
+    figures |= {"seconds": time.perf_counter() - start, "peak_bytes": max(peaks)}
+
+
+def popen(words: Sequence[str], **options: Any) -> psutil.Popen:
+    """This package's command in the root of the repository."""
+    command = [sys.executable, "-m", "ppdiffusers_tome", *words]
+    return psutil.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, **options)
+
+
+def run(text: str) -> dict[str, Any]:
+    """Run a command of this package, which must succeed."""
+    process = popen(shlex.split(text))
+    with watched(process) as figures:
+        status = process.wait()
+    if status:
+        raise subprocess.CalledProcessError(status, text)
+    return {"command": f"python -m ppdiffusers_tome {text}", **figures}
+
+
+def serve() -> dict[str, Any]:
+    """Seconds of images that a server makes one after another, plain and merged in turns, after one of each."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = ["serve", "--model", str(EXPORT), "--port", f"{port}", "--timeout", f"{TIMEOUT}"]
+    process = popen(words)
+    seconds: dict[str, list[float]] = {"0": [], "0.75": []}
+    try:
+        with watched(process) as figures:
+            wait_for(f"http://127.0.0.1:{port}/health", process)
+            for image in range(IMAGES + 1):
+                for ratio, times in seconds.items():
+                    body = {"prompt": "a photo of a fox", "steps": STEPS if image else 1, "tome_ratio": float(ratio)}
+                    request = urllib.request.Request(
+                        f"http://127.0.0.1:{port}/v1/images/generations",
+                        json.dumps(body).encode(),
+                        {"Content-Type": "application/json"},
+                    )
+                    start = time.perf_counter()
+                    with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+                        response.read()
+                    if image:
+                        times.append(time.perf_counter() - start)
+    finally:
+        process.terminate()
+        process.wait()
+    command = " ".join(["python -m ppdiffusers_tome", *words])
+    return {"command": command, **figures, "steps": STEPS, "image_seconds": seconds}
+
+
+def wait_for(url: str, process: psutil.Popen) -> None:
+    """Wait until a server answers."""
+    while process.poll() is None:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except OSError:
+            time.sleep(1)
+    raise RuntimeError(f"serve ended with status {process.returncode}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "rehearsal_sd15.json")
-    parser.add_argument("--build", type=Path, help=argparse.SUPPRESS)  # what a process of its own does
-    options = parser.parse_args()
-    if options.build:
-        return build(options.build)
-    (ROOT / "build").mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=ROOT / "build") as scratch:
-        hub = Path(scratch, "hub")
-        built = run([sys.executable, __file__, "--build", str(hub / HUB)])
-        server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, directory=str(hub)))
-        Thread(target=server.serve_forever, daemon=True).start()
-        places = {"PPNLP_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "PPNLP_HOME": f"{scratch}/cache"}
-        arguments = ["-m", "ppdiffusers_tome", "compare", "--model", NAME, *OPTIONS.split(), "--output", scratch]
-        compared = run([sys.executable, *arguments], **places)
-        server.shutdown()
-        comparison = json.loads(Path(scratch, "compare_512.json").read_text(encoding="utf-8"))
-    content = {"build": built, "compare": compared, "requests": dict(sorted(Hub.requests.items()))}
-    command = "python benchmarks/sd15_rehearsal.py"
-    write_result(options.output, make_result("rehearsal", command, **content, result=comparison))
-    print(f"compare: {compared['seconds']:.0f} s, at most {compared['peak_bytes'] / 1e9:.1f} GB")
+    parser.parse_args()
+    if not (ROOT / MODEL / "model_index.json").is_file():
+        build(ROOT / MODEL)
+    shutil.rmtree(ROOT / EXPORT, ignore_errors=True)
+    measured = {"export": run(COMMANDS["export"])}
+    files = [file for file in (ROOT / EXPORT).rglob("*") if file.is_file()]
+    measured["export"]["disk_bytes"] = sum(file.stat().st_size for file in files)
+    output = ROOT / "build" / "rehearsal"
+    measured["compare"] = run(f"{COMMANDS['compare']} --output {output}")
+    comparison = json.loads((output / "compare_512.json").read_text(encoding="utf-8"))
+    measured["serve"] = serve()
+    content = {"measured": measured, "comparison": comparison}
+    write_result(RESULT, make_result("rehearsal", "python benchmarks/sd15_rehearsal.py", **content))
+    for name, figures in measured.items():
+        print(f"{name}: {figures['seconds']:.0f} s, at most {figures['peak_bytes'] / 1e9:.1f} GB")
 
 
 if __name__ == "__main__":

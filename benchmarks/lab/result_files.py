@@ -11,7 +11,7 @@ from ppdiffusers_tome.errors import ToMeConfigError
 FORMATS = {
     "speed": 4,
     "experiments": 1,
-    "rehearsal": 1,
+    "rehearsal": 2,
     "export_cost": 1,
     "image_check": 1,
     "joint_attention": 1,
