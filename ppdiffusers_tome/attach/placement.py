@@ -1,5 +1,6 @@
 """`Placement`: what merges in a block. Wraps, summary, MACs and benchmarks all read it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paddle import nn
@@ -37,14 +38,21 @@ class Placement:
         return self.config.count_kept(grid, self.share)
 
 
-def placements(denoiser: nn.Layer, config: ToMeConfig) -> list[tuple[MergeableBlock, Placement]]:
+def placements(
+    denoiser: nn.Layer, config: ToMeConfig, blocks: Sequence[MergeableBlock] | None = None
+) -> list[tuple[MergeableBlock, Placement]]:
     """The blocks of a denoiser in which a config merges; without max_downsample those at the shallowest level.
+
+    Args:
+        denoiser: the model.
+        config: the config.
+        blocks: all mergeable blocks of the model, if they are known.
 
     Raises:
         ToMeConfigError: its method merges queries, and the denoiser has no block in which that is possible; or the
             table of families describes a block in a way that no wrap knows.
     """
-    blocks = find_blocks(denoiser)
+    blocks = find_blocks(denoiser) if blocks is None else blocks
     if config.merges_queries and blocks and not any(block.merges_queries for block in blocks):
         raise ToMeConfigError(
             f"method={config.method!r} is not allowed in {type(denoiser).__name__}: it merges in the transformer "
