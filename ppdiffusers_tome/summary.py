@@ -39,7 +39,7 @@ class BlockSummary:
     grid: Grid  # tokens along each axis
     kept_queries: int  # tokens, of grid.tokens, on which its layers run; of a video in each frame
     kept_keys: int  # tokens that give keys and values to self-attention
-    is_gated: bool  # the grid has fewer tokens than min_tokens, so the block stays plain
+    is_below_min_tokens: bool  # the grid has fewer tokens than min_tokens, so the block stays plain
     # Where it merges: some of "attn" (or "kv": only its keys and values), "crossattn", "mlp"; empty if nothing does.
     merges: tuple[str, ...]
 
@@ -86,7 +86,7 @@ class ToMeSummary:
             rows = [("block", "level", "grid", "tokens kept", "merges")]
             for b in self.blocks:
                 of_keys = "" if b.kept_keys == b.kept_queries else "keys and values "
-                plain = "plain (min_tokens)" if b.is_gated else "plain"
+                plain = "plain (min_tokens)" if b.is_below_min_tokens else "plain"
                 kept, merges = f"{of_keys}{b.kept_keys} of {b.grid.tokens}", ", ".join(b.merges) or plain
                 rows.append((f"{b.denoiser}.{b.path}", str(b.level), f"{b.grid.h}x{b.grid.w}", kept, merges))
             w = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -171,9 +171,11 @@ def tome_summary(
             grid = block.grid(latent)
             keys = placement.count_kept(grid)
             queries = keys if placement.config.merges_queries else grid.tokens
-            is_gated = grid.tokens < placement.config.min_tokens
+            is_below_min_tokens = grid.tokens < placement.config.min_tokens
             merges = _merging_layers(placement) if keys < grid.tokens else ()
-            blocks.append(BlockSummary(name, block.path, block.level, grid, queries, keys, is_gated, merges))
+            blocks.append(
+                BlockSummary(name, block.path, block.level, grid, queries, keys, is_below_min_tokens, merges)
+            )
             layers = block.sublayers.get("attn") or block.sublayers.get("crossattn", ())
             attention |= {attention_label(layer, block.family) for layer in layers}
             if countable:

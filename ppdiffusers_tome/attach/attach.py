@@ -184,7 +184,7 @@ def _apply(denoiser: nn.Layer, blocks: Sequence[MergeableBlock], merging: Mergin
     before, attachment.applied = attachment.applied, applied
     if before is not None and before.config != config:
         for block in blocks:
-            if isinstance(wrap := wrap_of(block.block), BlockWrap):
+            if isinstance(wrap := wrap_of(block.layer), BlockWrap):
                 wrap.forget_constants()
 
 
@@ -201,13 +201,13 @@ def _install(
     of_unet = TransformerWrap(attachment, is_first and block.timestep_layer is None)
     transformer = ensure(block.transformer, of_unet) if block.is_in_unet else None
     grid = ensure(block.grid_layer, GridWrap(attachment, block, transformer, positions))
-    ensure(block.block, BlockWrap(attachment, block, grid, timestep))
+    ensure(block.layer, BlockWrap(attachment, block, grid, timestep))
     if placement.share == 1:
         return
     for name in placement.layers:
         for layer in block.sublayers[name]:
             if name != "attn":
-                ensure(layer, MergeWrap(block.block, name))
+                ensure(layer, MergeWrap(block.layer, name))
             elif block.family.only_processor is not None:
                 ensure(layer, ComputedAttentionWrap(block, name))
             else:
@@ -279,6 +279,6 @@ def config_of(denoiser: nn.Layer, blocks: Sequence[MergeableBlock] | None = None
 
 def _attachment_of(denoiser: nn.Layer, blocks: Sequence[MergeableBlock] | None = None) -> Attachment | None:
     """What the wraps of a denoiser share; None if it has none. Without its blocks all of its layers are searched."""
-    layers = denoiser.sublayers(include_self=True) if blocks is None else [block.block for block in blocks]
+    layers = denoiser.sublayers(include_self=True) if blocks is None else [block.layer for block in blocks]
     wraps = (wrap_of(layer) for layer in layers)
     return next((wrap.attachment for wrap in wraps if isinstance(wrap, BlockWrap)), None)

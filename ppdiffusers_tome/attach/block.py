@@ -40,7 +40,7 @@ class BlockWrap(PassWrap):
         self, attachment: Attachment, block: MergeableBlock, grid: GridWrap, timestep: TimestepWrap | None
     ) -> None:
         super().__init__(attachment)
-        self.index, self._family, self._facts = block.index, block.family, block.facts
+        self.index, self._family, self._spec = block.index, block.family, block.spec
         self._grid = grid
         self._earlier = (grid,) if timestep is None else (grid, timestep)  # wraps that run before in each pass
         self._constants, self._tables = Cache(), Cache()
@@ -59,7 +59,7 @@ class BlockWrap(PassWrap):
         return None if last is None else last.grids.get(self._grid)
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
-        name = self._facts.tokens
+        name = self._spec.tokens
         if not args and name not in kwargs:
             raise ToMePassError(f"{type(layer).__name__} got no {name}: {THROUGH_ITS_MODEL}.")
         tokens, others = (args[0], args[1:]) if args else (kwargs[name], ())
@@ -70,7 +70,7 @@ class BlockWrap(PassWrap):
         placement = None if one.applied is None else one.applied.placements.get(self.index)
         plan = None
         if placement is not None and placement.share < 1:
-            if "mlp" in placement.layers and is_chunked(layer, self._facts):
+            if "mlp" in placement.layers and is_chunked(layer, self._spec):
                 raise ToMeConfigError(CHUNKED_FEED_FORWARD)
             named = {key: value for key, value in kwargs.items() if key != name}
             plan = self._plan(placement, one, tokens, self._timestep(layer, placement, one, others, named))
@@ -83,8 +83,8 @@ class BlockWrap(PassWrap):
         """The timestep of a pass; None if it is not read."""
         if one.timestep is not None:
             return one.timestep
-        name = self._facts.timestep
-        if name is None or not (placement.takes_turns and gets_timestep(layer, self._facts)):
+        name = self._spec.timestep
+        if name is None or not (placement.takes_turns and gets_timestep(layer, self._spec)):
             return None
         arguments = inspect.signature(type(layer).forward).bind(layer, None, *args, **kwargs).arguments
         timestep = arguments.get(name)
@@ -105,7 +105,7 @@ class BlockWrap(PassWrap):
     ) -> MergePlan | None:
         """The plan of a call of the block; None if nothing merges on its grid."""
         grid = one.grids[self._grid]
-        metric = split(self._facts.gets_text, tokens, grid.tokens).image
+        metric = split(self._spec.gets_text, tokens, grid.tokens).image
         self._grid.check(grid, metric.shape[1])
         kept = placement.count_kept(grid)
         is_plain = timestep is not None and timestep.is_plain

@@ -38,8 +38,8 @@ class ComputedAttentionWrap(InnerWrap):
     """
 
     def __init__(self, block: MergeableBlock, name: str) -> None:
-        super().__init__(block.block, name)
-        self._family, self._facts = block.family, block.facts
+        super().__init__(block.layer, name)
+        self._family, self._spec = block.family, block.spec
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         plan = self.plan()
@@ -60,7 +60,7 @@ class ComputedAttentionWrap(InnerWrap):
         """What the layer's `forward` returns for these arguments, with fewer keys."""
         rows = others.pop(self._family.positions or "", None)
         self._check(layer, attention_mask, others)
-        names, layout = self._family.attention, self._facts.text
+        names, layout = self._family.attention, self._spec.text
         stream = split(layout, hidden_states, plan.tokens, encoder_hidden_states)
         keys = Stream(plan.merge(stream.image), stream.text)
         query, key, value = (
@@ -81,7 +81,7 @@ class ComputedAttentionWrap(InnerWrap):
         """Image and text after the projections of the output."""
         out = getattr(layer, names.image.out, None) or ()  # None where the block projects it
         of_text = out
-        if self._facts.text is Text.OWN_PROJECTIONS:
+        if self._spec.text is Text.OWN_PROJECTIONS:
             of_text = getattr(layer, names.text.out, None) or ()  # None in the last block, whose text is not used
         text = None if stream.text is None else _run_all(of_text, stream.text)
         return Stream(_run_all(out, stream.image), text)

@@ -67,30 +67,30 @@ def placements(
     merging = [(block, layers) for block, layers in merging if block.level <= deepest]
     if not config.merges_queries:
         for block, _ in merging:
-            _check_facts(block)
+            _check_spec(block)
     up = [number for number, (block, _) in enumerate(merging) if block.path.startswith("up_blocks.")]
     shares = config.kept_shares(len(merging), up[-1] if up else None)
     return [(block, Placement(config, layers, share)) for (block, layers), share in zip(merging, shares, strict=True)]
 
 
-def _check_facts(block: MergeableBlock) -> None:
+def _check_spec(block: MergeableBlock) -> None:
     """Raise ToMeConfigError if no wrap knows how to leave out keys in a block as the table describes it."""
-    facts, family = block.facts, block.family
-    name = type(block.block).__name__
-    if facts.gets_text is not None and (not facts.gets_text.is_in_sequence or family.has_frames):
+    spec, family = block.spec, block.family
+    name = type(block.layer).__name__
+    if spec.gets_text is not None and (not spec.gets_text.is_in_sequence or family.has_frames):
         raise ToMeConfigError(
-            f"gets_text={facts.gets_text} of {name} is not known: one input with text must be FIRST or LAST, and of "
+            f"gets_text={spec.gets_text} of {name} is not known: one input with text must be FIRST or LAST, and of "
             f"images. Correct the entry {family.name!r} in families.table."
         )
-    if facts.text is not None and family.only_processor is None:
+    if spec.text is not None and family.only_processor is None:
         raise ToMeConfigError(
-            f"text={facts.text} of {name} shares a softmax with the image, whose keys then need a constant that only "
+            f"text={spec.text} of {name} shares a softmax with the image, whose keys then need a constant that only "
             f"attention computed here adds: name its processor in only_processor of the entry {family.name!r} in "
             "families.table."
         )
-    if facts.text is Text.SHARED_PROJECTIONS and family.positions is None:
+    if spec.text is Text.SHARED_PROJECTIONS and family.positions is None:
         raise ToMeConfigError(
-            f"text={facts.text} of {name} is only known for attention with rotary positions: elsewhere text and image "
+            f"text={spec.text} of {name} is only known for attention with rotary positions: elsewhere text and image "
             f"must be one sequence, or have projections of their own. Correct the entry {family.name!r} in "
             "families.table."
         )

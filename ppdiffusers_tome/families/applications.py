@@ -56,14 +56,14 @@ def _applications_of_transformer(
     transformer: nn.Layer, tokens: int, text: int, blocks: Sequence[MergeableBlock]
 ) -> Iterator[tuple[nn.Layer, int]]:
     family = blocks[0].family
-    facts_by_prefix = {f"{block.path}.": block.facts for block in blocks}
-    text_layers = {*family.text_layers, *(name for block in blocks for name in block.facts.text_layers)}
+    spec_by_prefix = {f"{block.path}.": block.spec for block in blocks}
+    text_layers = {*family.text_layers, *(name for block in blocks for name in block.spec.text_layers)}
     for path, layer in transformer.named_sublayers():
         if not isinstance(layer, (nn.Linear, nn.Conv2D, nn.Conv3D)):
             continue
-        prefix = next((prefix for prefix in facts_by_prefix if path.startswith(prefix)), "")
+        prefix = next((prefix for prefix in spec_by_prefix if path.startswith(prefix)), "")
         names = path.removeprefix(prefix).split(".")
-        if prefix and names[0] in facts_by_prefix[prefix].merging_layers:
+        if prefix and names[0] in spec_by_prefix[prefix].merging_layers:
             continue
         if any(name.startswith(family.timestep_layers) for name in names):
             times = 1  # embeddings of the timestep, and norms that it modulates
@@ -132,4 +132,4 @@ def image_keys(block: MergeableBlock, name: str, layer: nn.Layer) -> int:
 
 def _text_in_sequence(block: MergeableBlock, text: int) -> int:
     """Text tokens that pass through the same layers as the image."""
-    return text if block.facts.text not in (None, Text.OWN_PROJECTIONS) else 0
+    return text if block.spec.text not in (None, Text.OWN_PROJECTIONS) else 0

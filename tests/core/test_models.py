@@ -18,7 +18,7 @@ def test_blocks_have_index_level_and_path():
     blocks = find_blocks(make_unet(**THREE_LEVELS))
     assert [(block.index, block.level) for block in blocks] == list(enumerate([2, 4, 4, 4, 2, 2, 4]))
     assert blocks[0].path == "down_blocks.1.attentions.0.transformer_blocks.0"
-    assert all(isinstance(block.block, BasicTransformerBlock) for block in blocks)
+    assert all(isinstance(block.layer, BasicTransformerBlock) for block in blocks)
     assert list(blocks[0].sublayers) == ["attn", "crossattn", "mlp"]
 
 
