@@ -25,7 +25,7 @@ from .forward import ensure, remove, wrap_of
 from .layers import MergeWrap
 from .outer import GridWrap, PassWrap, PositionsWrap, TimestepWrap, TransformerWrap
 from .placement import Placement, placements
-from .state import Applied, Attachment
+from .state import AppliedConfig, Attachment
 
 
 class ConfigOfDenoiser(NamedTuple):
@@ -180,7 +180,7 @@ def _apply(denoiser: nn.Layer, blocks: Sequence[MergeableBlock], merging: Mergin
     positions = None if argument is None else ensure(denoiser, PositionsWrap(argument))
     for block, placement in placed:
         _install(block, placement, attachment, positions, is_first=block.index == first)
-    applied = Applied(config, {block.index: placement for block, placement in placed})
+    applied = AppliedConfig(config, {block.index: placement for block, placement in placed})
     before, attachment.applied = attachment.applied, applied
     if before is not None and before.config != config:
         for block in blocks:
@@ -223,7 +223,7 @@ def _install_attention(layer: nn.Layer, block: MergeableBlock, placement: Placem
 
 
 def _remove(component: nn.Layer) -> None:
-    """Remove all wraps from a model or another component, except those that gradient checkpointing still needs.
+    """Remove all wraps from a component, except those that gradient checkpointing still needs.
 
     A layer may run again for the gradients of a pass that merged. Its wraps stay until merging is applied or removed
     again, and do nothing in new passes.
@@ -231,7 +231,7 @@ def _remove(component: nn.Layer) -> None:
     wraps = [wrap_of(layer) for layer in component.sublayers(include_self=True)]
     passes = [wrap for wrap in wraps if isinstance(wrap, PassWrap)]
     for wrap in passes:
-        if isinstance(wrap, BlockWrap):  # perhaps of a part of a denoiser, whose other blocks merge on
+        if isinstance(wrap, BlockWrap):  # the component may be a part of a denoiser, whose remaining blocks merge on
             wrap.attachment.stop(wrap.index)
     if not any(len(wrap.records) for wrap in passes):
         for layer in component.sublayers(include_self=True):

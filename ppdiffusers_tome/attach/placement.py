@@ -16,16 +16,16 @@ from ..methods import DEFAULT_METHOD, ToMeConfig
 class Placement:
     """How a config merges in one block.
 
-    It contains no layers, so that copies of a model, or of one of its blocks, can share it.
+    It contains no layers, so that copies of a model, or of a block, can share it.
     """
 
     config: ToMeConfig
-    layers: tuple[str, ...]  # of those of the config: the ones that the block has
+    layers: tuple[str, ...]  # the layers of the config that the block has
     share: float  # of the tokens that this block keeps, by the method; the mean over all blocks is 1 - ratio
 
     @property
     def takes_turns(self) -> bool:
-        """Whether other timesteps choose other tokens."""
+        """Whether different timesteps choose different tokens."""
         return self.config.takes_turns
 
     def count_kept(self, grid: Grid) -> int:
@@ -79,7 +79,7 @@ def _check_spec(block: MergeableBlock) -> None:
     name = type(block.layer).__name__
     if spec.gets_text is not None and (not spec.gets_text.is_in_sequence or family.has_frames):
         raise ToMeConfigError(
-            f"gets_text={spec.gets_text} of {name} is not known: one input with text must be FIRST or LAST, and of "
+            f"gets_text={spec.gets_text} of {name} is not known: an input with text must be FIRST or LAST, and of "
             f"images. Correct the entry {family.name!r} in families.table."
         )
     if spec.text is not None and family.only_processor is None:
@@ -96,7 +96,7 @@ def _check_spec(block: MergeableBlock) -> None:
         )
     projections = family.attention.image
     for layer in block.sublayers["attn"]:
-        missing = [one for one in (projections.k, projections.v) if getattr(layer, one, None) is None]
+        missing = [name for name in (projections.k, projections.v) if getattr(layer, name, None) is None]
         if missing:
             raise ToMeConfigError(
                 f"{type(layer).__name__} in {block.path} has no {' and no '.join(missing)}: keys and values can be "

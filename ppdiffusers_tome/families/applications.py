@@ -96,7 +96,7 @@ def applications_of_attention(
     Args:
         block: the block.
         name: "attn", "crossattn" or "mlp".
-        layer: one of the block's layers of that name.
+        layer: a layer of the block, of that name.
         queries, keys: image tokens of queries, and of keys and values.
         text: text tokens, which are added where they pass through the same layers.
     """

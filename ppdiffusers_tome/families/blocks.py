@@ -21,13 +21,13 @@ class MergeableBlock:
     path: str  # in its denoiser, e.g. "down_blocks.0.attentions.0.transformer_blocks.0"
     index: int  # position among all such blocks of its denoiser, whatever their level
     level: int  # downsample factor of the feature map: tokens per side = latent pixels per side / level
-    transformer: nn.Layer  # the transformer around the block: of a UNet one of many, otherwise the denoiser itself
+    transformer: nn.Layer  # the transformer around the block: in a UNet one of several, otherwise the denoiser itself
     grid_layer: nn.Layer  # its first layer, whose input shows the token grid whatever calls it
     layer: nn.Layer  # the transformer block itself
     timestep_layer: nn.Layer | None  # a layer of the denoiser whose first argument is the timestep
     family: Family  # of the transformer
     spec: BlockSpec  # describes the class of the block
-    is_in_unet: bool  # whether its denoiser is a UNet, or the ControlNet of one
+    is_in_unet: bool  # whether its denoiser is a UNet, or the ControlNet of a UNet
 
     @property
     def sees_timestep(self) -> bool:

@@ -67,7 +67,7 @@ def denoisers(target: Any) -> dict[str, nn.Layer]:
         for path, layer in component.named_sublayers(include_self=True):
             if prefix is not None and path.startswith(prefix):
                 continue
-            if is_denoiser(layer) and not any(layer is other for other in by_name.values()):
+            if is_denoiser(layer) and not any(layer is known for known in by_name.values()):
                 by_name[f"{name}.{path}" if path else name] = layer
                 prefix = f"{path}." if path else ""
     return by_name
@@ -144,6 +144,8 @@ def text_tokens(target: Any, found: Sequence[DenoiserBlocks] | None = None) -> i
         for block in denoiser.blocks:
             if block.family.text_tokens is not None:
                 return block.family.text_tokens
-    tokenizer = getattr(target, "tokenizer", None) or getattr(target, "tokenizer_2", None)  # SDXL's refiner has one
+    tokenizer = getattr(target, "tokenizer", None) or getattr(
+        target, "tokenizer_2", None
+    )  # SDXL's refiner has the second only
     length = getattr(tokenizer, "model_max_length", 77)
     return length if 0 < length < 10_000 else 77  # tokenizers without a maximum report 1e30
