@@ -80,10 +80,10 @@ def merge_model(
         raise ParameterError("method", config.method, rule)
     if not config.effective_ratio:
         raise ParameterError("ratio", config.ratio, "it leaves out nothing: pass a ratio above 0, such as 0.75")
-    files = find_model(model)
+    source = find_program(model)
     _check_output(model, output, overwrite)
-    source = files.root / files.program
     program = read_program(source)
+    files = _files_of(model, source, program)
     merging = plan_merging(program, config)
     with replacing(output, overwrite) as partial:
         for path in files.companions:
@@ -95,25 +95,33 @@ def merge_model(
     return MergedModel(output / files.program, merging, differences)
 
 
-def find_model(model: Path) -> ModelFiles:
-    """The files of a model.
+def find_program(model: Path) -> Path:
+    """The `.onnx` file of the UNet of a model.
 
     Raises:
-        ToMeConfigError: it is neither a folder with a UNet nor an `.onnx` file.
+        ToMeConfigError: the model is neither a folder with a UNet nor an `.onnx` file.
     """
     if model.is_file() and model.suffix == ".onnx":
-        weights = [Path(name) for name in _weight_names(read_program(model))]
-        return ModelFiles(model.parent, Path(model.name), tuple(weights))
-    program = next((path for path in PROGRAMS if (model / path).is_file()), None)
+        return model
+    program = next((model / path for path in PROGRAMS if (model / path).is_file()), None)
     if program is None:
         listed = " or ".join(map(str, PROGRAMS))
         raise ToMeConfigError(
             f"{model} is not a model as ONNX: pass a folder with {listed}, as Optimum writes it and the hub has it, "
             "or an .onnx file."
         )
-    companions = [path.relative_to(model) for path in sorted(model.rglob("*")) if path.is_file()]
-    is_hidden = {path: any(part.startswith(".") for part in path.parts) for path in companions}
-    return ModelFiles(model, program, tuple(path for path in companions if path != program and not is_hidden[path]))
+    return program
+
+
+def _files_of(model: Path, source: Path, program: onnx.ModelProto) -> ModelFiles:
+    """The files of a model, of which `source` has this program."""
+    if source == model:
+        weights = tuple(Path(name) for name in _weight_names(program))
+        return ModelFiles(model.parent, Path(model.name), weights)
+    paths = [path.relative_to(model) for path in sorted(model.rglob("*")) if path.is_file()]
+    visible = [path for path in paths if not any(part.startswith(".") for part in path.parts)]
+    own = source.relative_to(model)
+    return ModelFiles(model, own, tuple(path for path in visible if path != own))
 
 
 def read_program(path: Path) -> onnx.ModelProto:

@@ -67,13 +67,16 @@ def check_operators(model: onnx.ModelProto) -> None:
             )
 
 
-def find_self_attention(model: onnx.ModelProto) -> tuple[list[SelfAttention], list[str]]:
+def find_self_attention(model: onnx.ModelProto, graph: Graph) -> tuple[list[SelfAttention], list[str]]:
     """All self-attention of a program, in the order of its nodes, and the names of attention that cannot be read.
+
+    Args:
+        model: the program.
+        graph: its graph.
 
     Raises:
         ToMeExportError: queries, keys and values are one product.
     """
-    graph = Graph(model)
     found: list[SelfAttention] = []
     unread: list[str] = []
     for position, node in enumerate(model.graph.node):

@@ -78,7 +78,8 @@ def plan_merging(model: onnx.ModelProto, config: ToMeConfig) -> UNetMerging:
         raise ToMeExportError("keys are left out in this model already: merge the plain model, at a different ratio.")
     timestep_input(model)
     check_operators(model)
-    found, unread = find_self_attention(model)
+    graph = Graph(model)
+    found, unread = find_self_attention(model, graph)
     if not found:
         reason = f"; the attention of {', '.join(unread[:3])} cannot be read" if unread else ""
         raise ToMeExportError(
@@ -86,7 +87,7 @@ def plan_merging(model: onnx.ModelProto, config: ToMeConfig) -> UNetMerging:
             "the product of a weight with the same tokens. Merge the UNet of a Stable Diffusion model as it was "
             "exported, before it is optimized."
         )
-    blocks = _read_blocks(model, found)
+    blocks = _read_blocks(model, graph, found)
     deepest = config.max_downsample or min(block.level for block in blocks)
     chosen = [block for block in blocks if block.level <= deepest]
     if not chosen:
@@ -134,9 +135,9 @@ def _in_words(keys: Keys) -> str:
     return f"{keys.parts} of {PARTS} in each cell"
 
 
-def _read_blocks(model: onnx.ModelProto, found: Sequence[SelfAttention]) -> list[UNetBlock]:
-    maps = _feature_maps(model)
-    middle, up = _middle(model, maps)
+def _read_blocks(model: onnx.ModelProto, graph: Graph, found: Sequence[SelfAttention]) -> list[UNetBlock]:
+    maps = _feature_maps(model, graph)
+    middle, up = _middle(model, graph, maps)
     for attention in found:
         if attention.tokens not in maps:
             raise ToMeExportError(
@@ -153,13 +154,12 @@ def _read_blocks(model: onnx.ModelProto, found: Sequence[SelfAttention]) -> list
     ]
 
 
-def _middle(model: onnx.ModelProto, maps: dict[str, FeatureMap]) -> tuple[int, int]:
+def _middle(model: onnx.ModelProto, graph: Graph, maps: dict[str, FeatureMap]) -> tuple[int, int]:
     """The positions of the nodes with which the middle of a UNet and its way up begin.
 
     The way up begins where a feature map of the way down is joined to the channels of the current feature map; the
     middle lies behind the last feature map of the way down. Without such a join, all is the way down.
     """
-    graph = Graph(model)
     positions = {name: place for place, node in enumerate(model.graph.node) for name in node.output}
     for place, node in enumerate(model.graph.node):
         is_join = node.op_type == "Concat" and node.attribute[0].i == 1 and len(node.input) == 2
@@ -168,9 +168,9 @@ def _middle(model: onnx.ModelProto, maps: dict[str, FeatureMap]) -> tuple[int, i
     return len(model.graph.node), len(model.graph.node)
 
 
-def _feature_maps(model: onnx.ModelProto) -> dict[str, FeatureMap]:
+def _feature_maps(model: onnx.ModelProto, graph: Graph) -> dict[str, FeatureMap]:
     """The feature map that each value comes from."""
-    graph, maps = Graph(model), dict[str, FeatureMap]()
+    maps = dict[str, FeatureMap]()
     for value in model.graph.input:
         if value.name == SAMPLE:
             h, w = (dim.dim_value for dim in value.type.tensor_type.shape.dim[2:])
