@@ -102,7 +102,11 @@ def _read_index(model: str) -> dict[str, Any]:
 
 
 def load_eager_pipeline(
-    model: str, controlnet: str | None = None, safety_checker: bool = True, dtype: str = "float32"
+    model: str,
+    controlnet: str | None = None,
+    safety_checker: bool = True,
+    dtype: str = "float32",
+    needs_controlnet: bool = False,
 ) -> DiffusionPipeline:
     """Load a pipeline that is not exported, as `export_pipeline` needs it, or in another dtype for `compare`.
 
@@ -111,9 +115,11 @@ def load_eager_pipeline(
         controlnet: the same for a ControlNet; the pipeline is then a StableDiffusionControlNetPipeline.
         safety_checker: False drops the safety checker, if there is one; a pipeline with one cannot be exported.
         dtype: of the weights: "float32" or, on a GPU, "float16".
+        needs_controlnet: whether an option is for a ControlNet, which the pipeline must then have.
 
     Raises:
-        ToMeConfigError: a folder does not exist and is not a valid hub name, or `require_model_folder` rejects it.
+        ToMeConfigError: a folder does not exist and is not a valid hub name, `require_model_folder` rejects it, or
+            there is no ControlNet, and it is needed.
         ToMeExportError: ppdiffusers cannot load it.
     """
     if controlnet is not None and not Path(controlnet).is_dir():
@@ -121,6 +127,11 @@ def load_eager_pipeline(
     require_model_folder(model, hub_names=True)
     with _explaining(model):
         index = _read_index(model) if Path(model).is_dir() else download_index(model)
+    if needs_controlnet and controlnet is None and index.get("controlnet") in (None, [None, None]):
+        raise ToMeConfigError(
+            f"--controlnet-ratio needs a ControlNet, and {model} has none: pass --controlnet DIR, or leave "
+            "--controlnet-ratio out."
+        )
     # ppdiffusers asks for what the folder says is absent, such as the third text encoder of Stable Diffusion 3.
     dropped: dict[str, Any] = {name: None for name, part in index.items() if part == [None, None]}
     cls = DiffusionPipeline if controlnet is None else StableDiffusionControlNetPipeline
