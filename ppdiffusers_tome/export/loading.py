@@ -108,12 +108,12 @@ def load_eager_pipeline(
     dtype: str = "float32",
     needs_controlnet: bool = False,
 ) -> DiffusionPipeline:
-    """Load a pipeline that is not exported, as `export_pipeline` needs it, or in another dtype for `compare`.
+    """Load a pipeline that is not exported, as `export_pipeline` needs it, or in a different dtype for `compare`.
 
     Args:
         model: folder in the format of ppdiffusers or diffusers, or hub name.
         controlnet: the same for a ControlNet; the pipeline is then a StableDiffusionControlNetPipeline.
-        safety_checker: False drops the safety checker, if there is one; a pipeline with one cannot be exported.
+        safety_checker: False drops a safety checker; a pipeline with a safety checker cannot be exported.
         dtype: of the weights: "float32" or, on a GPU, "float16".
         needs_controlnet: whether an option is for a ControlNet, which the pipeline must then have.
 
@@ -140,7 +140,7 @@ def load_eager_pipeline(
         has_checker = "safety_checker" in inspect.signature(own).parameters
         dropped |= {"safety_checker": None, "requires_safety_checker": False} if has_checker else {}
     networks = {} if controlnet is None else {"controlnet": _load(ControlNetModel, controlnet, dtype)}
-    return _load(cls, model, dtype, **networks, **dropped)
+    return _load(cls, model, dtype, **dropped | networks)
 
 
 def _load(cls: type[DiffusionPipeline | ControlNetModel], model: str, dtype: str, **components: Any) -> Any:
