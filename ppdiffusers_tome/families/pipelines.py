@@ -144,8 +144,6 @@ def text_tokens(target: Any, found: Sequence[DenoiserBlocks] | None = None) -> i
         for block in denoiser.blocks:
             if block.family.text_tokens is not None:
                 return block.family.text_tokens
-    tokenizer = getattr(target, "tokenizer", None) or getattr(
-        target, "tokenizer_2", None
-    )  # SDXL's refiner has the second only
+    tokenizer = getattr(target, "tokenizer", None) or getattr(target, "tokenizer_2", None)  # as in SDXL's refiner
     length = getattr(tokenizer, "model_max_length", 77)
     return length if 0 < length < 10_000 else 77  # tokenizers without a maximum report 1e30

@@ -48,9 +48,7 @@ class Todo(CellConfig):
     @property
     def ratio_rule(self) -> str:
         own, usual = self.allowed_ratios, Todo().allowed_ratios
-        remedy = (
-            "different cells allow different ratios" if own == usual else f"{ratios_in_words(usual)} with 2×2 cells"
-        )
+        remedy = "other cells allow other ratios" if own == usual else f"{ratios_in_words(usual)} with 2×2 cells"
         return f"method='todo' allows {ratios_in_words(own)} with sx={self.sx}, sy={self.sy}; {remedy}"
 
     def count_kept(self, grid: Grid, share: float) -> int:
