@@ -29,14 +29,16 @@ def apply_tome(
     controlnet: bool | float = True,
     **settings: Unpack[MergeSettings],
 ) -> PipelineOrModel:
-    """Let attention compute with fewer tokens in a pipeline's denoisers, or in one model. The last call counts.
+    """Turn on token merging: attention computes with fewer tokens in a pipeline's denoisers, or in a model.
+
+    A later call replaces the settings of an earlier call.
 
     Args:
         target: a ppdiffusers pipeline, or a model such as `pipe.unet`. Merging works in UNets (including those of
             video models, frame by frame) and in the transformers and ControlNets
             of `ppdiffusers_tome.families.table`; for any other target the error lists them.
         ratio: share of the tokens to leave out. The main setting: a higher ratio is faster, and the image differs
-            more from the plain one. None: the ratio of `config`, or the method's default. With the default method it
+            more from the plain image. None: the ratio of `config`, or the method's default. With the default method it
             is the share of keys and values that attention leaves out, from 0 to 15/16, and 0.75 by default.
         config: all settings but `controlnet` at once: a ToMeConfig, or a file that `ToMeConfig.save` wrote. Settings
             that are passed beside it replace its own.

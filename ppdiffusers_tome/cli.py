@@ -45,7 +45,7 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Run one command; returns its exit status, as `exit_status`.
+    """Run a command; returns its exit status, as `exit_status`.
 
     FAILED is also for a goal that is missed (`compare`) or an image that failed (`generate`).
 
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _hint(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
-    """A hint at the option that is written like the first unknown one; empty if none is."""
+    """A hint at the option that is written like the first unknown option; empty if none is."""
     known = [name for action in parser._actions for name in action.option_strings if action.help != argparse.SUPPRESS]
     meant = nearest(unknown[0].partition("=")[0], known)
     return f" (did you mean {meant}?)" if meant else ""
@@ -78,7 +78,7 @@ def escape_unprintable() -> None:
 
 
 def exit_status(run: Callable[[], int], remedy: str = "") -> int:
-    """What `run` returns, or USAGE for an argument that is not allowed, FAILED for any other error that is expected.
+    """What `run` returns; USAGE for an argument that is not allowed, FAILED for all other expected errors.
 
     After Ctrl-C it is 130 and after SIGTERM 143, whatever error a library makes of it. Errors are one line on stderr,
     which names options of the command line.

@@ -8,7 +8,7 @@ from packaging.version import InvalidVersion, Version
 
 from .errors import UnsupportedVersionError
 
-# The oldest version of each package that gives right results, and what to install instead of an older one.
+# The oldest version of each package that gives right results, and what to install instead of an older version.
 SUPPORTED = {
     "PaddlePaddle": (Version("2.6.1"), "paddlepaddle 2.6.2 or a 3.x release"),
     "ppdiffusers": (Version("0.29.0"), "ppdiffusers 0.29.0"),
@@ -87,8 +87,8 @@ def warn_if_zlib_is_replaced() -> None:
     """Warn where Paddle 2.6 was imported before zlib.
 
     Paddle 2.6 exports the functions of an older zlib that it contains. If the system's zlib is loaded because Paddle
-    needs it, the loader connects the calls within zlib to Paddle's functions, which expect other structures: Pillow
-    then crashes the process when it writes a PNG. If zlib is loaded before Paddle, its calls stay its own.
+    needs it, the loader connects the calls within zlib to Paddle's functions, which expect different structures:
+    Pillow then crashes the process when it writes a PNG. If zlib is loaded before Paddle, its calls stay its own.
 
     Warns:
         RuntimeWarning: Paddle 2.6 came first; the message has the remedy.

@@ -12,8 +12,8 @@ PROC = Path("/proc/self")  # what Linux reports about this process
 def usable_cores() -> int:
     """The number of cores that this process may use, at least 1.
 
-    These are the cores that it may run on, or fewer if its cgroup or one above it has a CPU quota, as containers have
-    with `docker run --cpus` or a CPU limit of Kubernetes. A quota of 1.5 cores counts as 2.
+    These are the cores that it may run on, or fewer if its cgroup or a cgroup above it has a CPU quota, as containers
+    have with `docker run --cpus` or a CPU limit of Kubernetes. A quota of 1.5 cores counts as 2.
 
     joblib's `cpu_count` reads the quota of the topmost cgroup only, which misses that of a service of systemd.
     """

@@ -58,7 +58,7 @@ class FolderError(ToMeConfigError, ToMeExportError):
 
 
 class ExportChangedError(ToMeExportError):
-    """The files of an exported folder are not those that were loaded, so a program would not match the others."""
+    """The files of an exported folder are not those that were loaded, so its programs would not match each other."""
 
 
 class UnsupportedVersionError(ToMeError, RuntimeError):

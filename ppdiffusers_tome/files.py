@@ -13,14 +13,14 @@ UNFINISHED = ".unfinished-"  # start of the names of files that are being writte
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file, text in UTF-8. Until it is complete on the disk, the earlier one stays, whatever ends the process.
+    """Write a file, text in UTF-8. Until it is complete on the disk, the earlier file stays, also after a kill.
 
     Several threads and processes may write the same file: readers see the whole content of one of them. An earlier
     file keeps its mode, and a link still names the file that is written. What is no regular file, such as /dev/stdout
     or a named pipe, is written in place.
 
     Raises:
-        OSError: the file, which the error names, cannot be written. The earlier one stays.
+        OSError: the file, which the error names, cannot be written. The earlier file stays.
     """
     data = content.encode() if isinstance(content, str) else content
     try:

@@ -1,4 +1,4 @@
-"""Models of a hub: which names may be one, the folders that a download needs, and whose format a model has."""
+"""Models of a hub: which names a model may have, the folders that a download needs, and whose format a model has."""
 
 import json
 import re

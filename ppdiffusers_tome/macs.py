@@ -4,6 +4,8 @@ Convolutions, linear layers, the two products of each attention, and the score p
 activations and additions do not.
 """
 
+from collections.abc import Sequence
+
 from paddle import nn
 
 from .attach.placement import Placement
@@ -19,7 +21,9 @@ from .families.blocks import MergeableBlock, find_blocks
 from .grid import Grid
 
 
-def count_macs(denoiser: nn.Layer, latent: Grid, text: int, frames: int = 1) -> int:
+def count_macs(
+    denoiser: nn.Layer, latent: Grid, text: int, frames: int = 1, blocks: Sequence[MergeableBlock] | None = None
+) -> int:
     """MACs of one pass of a model without merging, for one image or video.
 
     Args:
@@ -27,14 +31,17 @@ def count_macs(denoiser: nn.Layer, latent: Grid, text: int, frames: int = 1) -> 
         latent: height and width of its latents.
         text: text tokens that attention sees.
         frames: latent frames of a video.
+        blocks: all mergeable blocks of the model, if they are known.
     """
+    blocks = find_blocks(denoiser) if blocks is None else blocks
     total = 0
-    for block in find_blocks(denoiser):
+    for block in blocks:
         tokens = frames * block.grid(latent).tokens
         for name in block.sublayers:
             total += _layer_macs(block, name, tokens, _keys(name, tokens, text), text)
-    total += sum(times * _weights(layer) for layer, times in applications_of_layers(denoiser, latent, text, frames))
-    return total + sum(2 * text * text * layer.weight.shape[1] for layer in attentions_of_text(denoiser))
+    outside = applications_of_layers(denoiser, blocks, latent, text, frames)
+    total += sum(times * _weights(layer) for layer, times in outside)
+    return total + sum(2 * text * text * layer.weight.shape[1] for layer in attentions_of_text(denoiser, blocks))
 
 
 def saved_macs(block: MergeableBlock, placement: Placement, latent: Grid, text: int, frames: int = 1) -> int:

@@ -20,7 +20,7 @@ class StepLines:
         self._last = time.monotonic()
 
     def report(self, label: str, done: int, total: int) -> None:
-        """Print a line if the last one is long enough ago."""
+        """Print a line if the last line is long enough ago."""
         if time.monotonic() - self._last >= SECONDS:
             self._last = time.monotonic()
             tqdm.write(f"{label} {done} of {total}", file=sys.stderr)

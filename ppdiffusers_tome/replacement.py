@@ -1,4 +1,4 @@
-"""Replace a folder as a whole: after an error or a kill, the earlier one is still complete."""
+"""Replace a folder as a whole: after an error or a kill, the earlier folder is still complete."""
 
 import fcntl
 import os
@@ -21,12 +21,12 @@ def replacing(folder: Path, overwrite: bool = True) -> Iterator[Path]:
 
     Without `overwrite` it only takes the place of a folder that is missing or empty then.
 
-    The earlier folder is renamed to `.NAME.replaced`, the new one takes its name, and only then the earlier one is
-    deleted. Between the two renames `folder` does not exist. If the process is killed there, the next one that
-    replaces the folder renames the earlier one back. Nobody else renames: they report where the earlier one is, which
-    `earlier_folder` finds.
+    The earlier folder is renamed to `.NAME.replaced`, the new folder takes its name, and only then the earlier folder
+    is deleted. Between the two renames `folder` does not exist. If the process is killed there, the next process that
+    replaces the folder renames the earlier folder back. Nobody else renames: they report where the earlier folder is,
+    which `earlier_folder` finds.
 
-    The next process that replaces the same folder deletes what a killed one left behind
+    The next process that replaces the same folder deletes what a killed process left behind
     (`.NAME.xxxxxxxx.partial`), and tries again what could not be deleted. Temporary folders in use are locked. On
     file systems without locks nothing is deleted or restored this way.
 
@@ -73,7 +73,7 @@ def check_replaceable(folder: Path, overwrite: bool = True) -> None:
         raise OSError("it is a mount point")
     parent = next(path for path in target.parents if path.exists())
     partial = _make_partial(parent / target.name)
-    with suppress(FileNotFoundError):  # another process has taken it for one that is left behind
+    with suppress(FileNotFoundError):  # another process has taken it for a folder that is left behind
         os.rmdir(partial)
 
 
@@ -83,7 +83,7 @@ def _aside(target: Path) -> Path:
 
 def _make_partial(target: Path) -> Path:
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
-    partial.mkdir()  # not by `tempfile`, which makes private folders: umask and parent decide the mode of a new one
+    partial.mkdir()  # not by `tempfile`, which makes private folders: umask and parent decide the mode of a new folder
     return partial
 
 
@@ -95,7 +95,7 @@ def _locked_partial(target: Path) -> Iterator[Path]:
         with ExitStack() as stack:
             try:
                 stack.enter_context(_locked(partial))
-            except (BlockingIOError, FileNotFoundError):  # another process has taken it for one that is left behind
+            except (BlockingIOError, FileNotFoundError):  # another process has taken it for a leftover
                 shutil.rmtree(partial, ignore_errors=True)
                 continue
             except OSError:  # a file system without locks
@@ -112,7 +112,7 @@ def _partials(target: Path) -> list[Path]:
 
 
 def _swap(partial: Path, target: Path, overwrite: bool) -> None:
-    """Give `partial` the name `target`; then `partial` is the earlier folder, if there was one."""
+    """Give `partial` the name `target`; then `partial` is the earlier folder, if there was a folder."""
     if not (overwrite and target.exists()):
         try:
             os.rename(partial, target)  # a folder that is not empty stays
@@ -126,7 +126,7 @@ def _swap(partial: Path, target: Path, overwrite: bool) -> None:
     aside = _aside(target)
     with ExitStack() as stack:
         with suppress(OSError):
-            stack.enter_context(_locked(target))  # so that no other writer restores it between the renames
+            stack.enter_context(_locked(target))  # so that no writer restores it between the renames
         os.rename(target, aside)
         try:
             os.rename(partial, target)
@@ -149,7 +149,7 @@ def _delete_earlier(partial: Path, target: Path) -> None:
         if partial.exists():
             shutil.rmtree(partial)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)  # delete the others
+        shutil.rmtree(partial, ignore_errors=True)  # delete the rest
         warnings.warn(
             f"{target} is complete, but the earlier one cannot be deleted ({error}): delete {partial} yourself, or "
             f"write {target} again.",

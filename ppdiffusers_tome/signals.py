@@ -1,7 +1,7 @@
 """SIGINT (Ctrl-C) and SIGTERM: as errors, held back while a library cannot take errors, or the end at once.
 
-Handlers run in the main thread. In other threads these contexts do nothing. A signal that the program handles itself,
-or ignores, stays as it is.
+Handlers run in the main thread. In all further threads these contexts do nothing. A signal that the program
+handles itself, or ignores, stays as it is.
 """
 
 import os
@@ -42,7 +42,7 @@ def signals_as_errors() -> Iterator[list[int]]:
 def signals_held_back(until: str) -> Iterator[None]:
     """Let signals take effect when this context ends, whatever handles them; stderr says so.
 
-    An error in Python code that C++ calls crashes some libraries, and others report it as a fault of their own.
+    An error in Python code that C++ calls crashes some libraries, and some report it as a fault of their own.
 
     Args:
         until: what the context does, as a sentence: "the program is traced".

@@ -15,7 +15,14 @@ from .families.applications import is_countable
 from .families.blocks import MergeableBlock
 from .families.grids import latent_grid
 from .families.kernels import attention_label
-from .families.pipelines import components, count_frames, denoisers, text_tokens, vae_factor, why_nothing_merges
+from .families.pipelines import (
+    components,
+    count_frames,
+    find_denoisers,
+    text_tokens,
+    vae_factor,
+    why_nothing_merges,
+)
 from .families.schedules import default_steps, timesteps_of
 from .grid import Grid
 from .macs import count_macs, saved_macs
@@ -32,7 +39,7 @@ class BlockSummary:
     grid: Grid  # tokens along each axis
     kept_queries: int  # tokens, of grid.tokens, on which its layers run; of a video in each frame
     kept_keys: int  # tokens that give keys and values to self-attention
-    is_gated: bool  # the grid has fewer tokens than min_tokens, so the block stays plain
+    is_below_min_tokens: bool  # the grid has fewer tokens than min_tokens, so the block stays plain
     # Where it merges: some of "attn" (or "kv": only its keys and values), "crossattn", "mlp"; empty if nothing does.
     merges: tuple[str, ...]
 
@@ -79,7 +86,7 @@ class ToMeSummary:
             rows = [("block", "level", "grid", "tokens kept", "merges")]
             for b in self.blocks:
                 of_keys = "" if b.kept_keys == b.kept_queries else "keys and values "
-                plain = "plain (min_tokens)" if b.is_gated else "plain"
+                plain = "plain (min_tokens)" if b.is_below_min_tokens else "plain"
                 kept, merges = f"{of_keys}{b.kept_keys} of {b.grid.tokens}", ", ".join(b.merges) or plain
                 rows.append((f"{b.denoiser}.{b.path}", str(b.level), f"{b.grid.h}x{b.grid.w}", kept, merges))
             w = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -125,22 +132,22 @@ def tome_summary(
     Example:
         >>> print(pipe.apply_tome(ratio=0.5).tome_summary(height=256, width=256))
     """
-    models = denoisers(target)
-    placed = {name: attached_placements(denoiser) for name, denoiser in models.items()}
-    factor = vae_factor(target) if isinstance(target, DiffusionPipeline) else 1
-    if (height is None) != (width is None):  # the other one's default would be of another image
+    found = find_denoisers(target)
+    placed = {name: attached_placements(model, of_model) for name, model, of_model in found}
+    factor = vae_factor(target, found) if isinstance(target, DiffusionPipeline) else 1
+    if (height is None) != (width is None):  # the default of the missing side belongs to an image of a different size
         raise ToMeConfigError(
             f"{'width' if width is None else 'height'} is missing: pass both height and width, as in "
             "tome_summary(height=512, width=512), or neither for the size in the model's config."
         )
-    if not models and height is None:
+    if not found and height is None:
         return _without_blocks(target, None)
-    default = next((grid for grid in map(latent_grid, models.values()) if grid), None)
+    default = next((grid for grid in (latent_grid(denoiser.model) for denoiser in found) if grid), None)
     latent = Grid(
         _latent_side("height", height, factor, default.h if default else None),
         _latent_side("width", width, factor, default.w if default else None),
     )
-    if not models:
+    if not found:
         return _without_blocks(target, latent)
     if frames is not None and (frames := _integer(given := frames)) < 1:
         raise ToMeConfigError(f"frames={given!r} is not allowed: it must be an int of at least 1.")
@@ -148,14 +155,15 @@ def tome_summary(
         raise ToMeConfigError(f"steps={number!r} is not allowed: it must be an int of at least 1.")
     timesteps = _timesteps(target, steps)
     plain, of_image = None, 0.0
-    text, length = text_tokens(target), count_frames(target, frames)
-    countable = length is not None and all(is_countable(denoiser) for denoiser in models.values())
+    text, length = text_tokens(target, found), count_frames(found, frames)
+    countable = length is not None and all(is_countable(denoiser.model, denoiser.blocks) for denoiser in found)
     blocks, saved, attention = [], 0.0, set()
     notes = [] if length else ["MACs of a video: pass frames, the number of its latent frames"]
     if not isinstance(target, DiffusionPipeline) and default is not None and latent.tokens >= 16 * default.tokens:
         size = f"{latent.h}x{latent.w}"
         notes.append(f"the size of a model is in latent pixels, here {size}; that of a pipeline in pixels")
-    for name, of_denoiser in placed.items():
+    for denoiser in found:
+        name, of_denoiser = denoiser.name, placed[denoiser.name]
         saved_before, own_plain = saved, _plain_steps(of_denoiser)
         plain = plain or own_plain
         share = own_plain.count(timesteps) / len(timesteps) if own_plain and timesteps else 0.0
@@ -163,9 +171,11 @@ def tome_summary(
             grid = block.grid(latent)
             keys = placement.count_kept(grid)
             queries = keys if placement.config.merges_queries else grid.tokens
-            is_gated = grid.tokens < placement.config.min_tokens
+            is_below_min_tokens = grid.tokens < placement.config.min_tokens
             merges = _merging_layers(placement) if keys < grid.tokens else ()
-            blocks.append(BlockSummary(name, block.path, block.level, grid, queries, keys, is_gated, merges))
+            blocks.append(
+                BlockSummary(name, block.path, block.level, grid, queries, keys, is_below_min_tokens, merges)
+            )
             layers = block.sublayers.get("attn") or block.sublayers.get("crossattn", ())
             attention |= {attention_label(layer, block.family) for layer in layers}
             if countable:
@@ -175,7 +185,7 @@ def tome_summary(
             notes.append(f"{name}: its timestep cannot be read, so each step chooses the same tokens")
         elif own_plain and not timesteps:
             notes.append(f"{name}: the first and last steps of an image keep all tokens (merge_steps='middle')")
-        if len({*last_timesteps(models[name])}) > 1:
+        if len({*last_timesteps(denoiser)}) > 1:
             notes.append(
                 f"{name}: the images of its last batch had different timesteps, and all took the turn of the first; "
                 "in a stream batch no image changes its turn"
@@ -185,7 +195,7 @@ def tome_summary(
     settings = {name: of[0][1].config.describe() if of else "off" for name, of in placed.items()}
     macs = None
     if countable:
-        macs = sum(count_macs(denoiser, latent, text, length or 1) for denoiser in models.values())
+        macs = sum(count_macs(model, latent, text, length or 1, of_model) for _, model, of_model in found)
     return ToMeSummary(
         settings=settings,
         latent=latent,

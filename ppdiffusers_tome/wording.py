@@ -21,9 +21,9 @@ class Merging(Protocol):
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The one of some names that was probably meant: the one that it contains, or that is written most alike."""
+    """Which of `names` was probably meant: a name that `name` contains, or that is spelled most alike; None: none."""
     lower = name.lower()
-    contained = [one for one in names if f"_{one}_" in f"_{lower}_"]
+    contained = [known for known in names if f"_{known}_" in f"_{lower}_"]
     return next(iter(contained or difflib.get_close_matches(lower, list(names), 1)), None)
 
 
@@ -36,7 +36,7 @@ def merging_in_words(merging: Merging, without: Collection[str] = ()) -> str:
     """The name of the method, the ratio, and the other settings that differ from their defaults.
 
     Args:
-        merging: two different ways have different words.
+        merging: the config; two different configs have different words.
         without: settings to leave out.
 
     Example:
@@ -68,5 +68,5 @@ def settings_in_words(settings: Mapping[str, Any]) -> str:
 
 def _in_words(first: str, merging: Merging, without: Collection[str] = ()) -> str:
     ignored = {"ratio", "method", *without}
-    others = {name: value for name, value in merging.changed_settings().items() if name not in ignored}
-    return f"{first}, {settings_in_words(others)}" if others else first
+    further = {name: value for name, value in merging.changed_settings().items() if name not in ignored}
+    return f"{first}, {settings_in_words(further)}" if further else first

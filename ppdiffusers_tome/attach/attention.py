@@ -36,9 +36,9 @@ class AttentionWrap(MergeWrap):
     """
 
     def __init__(self, block: MergeableBlock, name: str) -> None:
-        super().__init__(block.block, name)
+        super().__init__(block.layer, name)
         self._family: Family = block.family
-        self._text, self._allows_tomesd = block.facts.text, block.merges_queries
+        self._text, self._allows_tomesd = block.spec.text, block.merges_queries
 
     def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
         plan = self.plan()

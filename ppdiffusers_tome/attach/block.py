@@ -40,7 +40,7 @@ class BlockWrap(PassWrap):
         self, attachment: Attachment, block: MergeableBlock, grid: GridWrap, timestep: TimestepWrap | None
     ) -> None:
         super().__init__(attachment)
-        self.index, self._family, self._facts = block.index, block.family, block.facts
+        self.index, self._family, self._spec = block.index, block.family, block.spec
         self._grid = grid
         self._earlier = (grid,) if timestep is None else (grid, timestep)  # wraps that run before in each pass
         self._constants, self._tables = Cache(), Cache()
@@ -49,9 +49,9 @@ class BlockWrap(PassWrap):
         """Free the constants of earlier settings; a pass that still needs them builds them again."""
         self._constants.clear()
 
-    def is_like(self, other: PassWrap) -> bool:
-        is_same = isinstance(other, BlockWrap) and (self.index, self._earlier) == (other.index, other._earlier)
-        return is_same and super().is_like(other)
+    def is_equivalent(self, new: PassWrap) -> bool:
+        is_same = isinstance(new, BlockWrap) and (self.index, self._earlier) == (new.index, new._earlier)
+        return is_same and super().is_equivalent(new)
 
     def last_grid(self) -> Grid | None:
         """The token grid of the block in the last pass of this thread; None before the first."""
@@ -59,32 +59,32 @@ class BlockWrap(PassWrap):
         return None if last is None else last.grids.get(self._grid)
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
-        name = self._facts.tokens
+        name = self._spec.tokens
         if not args and name not in kwargs:
             raise ToMePassError(f"{type(layer).__name__} got no {name}: {THROUGH_ITS_MODEL}.")
-        tokens, others = (args[0], args[1:]) if args else (kwargs[name], ())
-        one = self.enter(layer, tokens)
-        one.reached_blocks = True
-        if not one.seen.issuperset(self._earlier):
-            one.mark_partial()
-        placement = None if one.applied is None else one.applied.placements.get(self.index)
+        tokens, further = (args[0], args[1:]) if args else (kwargs[name], ())
+        current = self.enter(layer, tokens)
+        current.reached_blocks = True
+        if not current.seen.issuperset(self._earlier):
+            current.mark_partial()
+        placement = None if current.applied is None else current.applied.placements.get(self.index)
         plan = None
         if placement is not None and placement.share < 1:
-            if "mlp" in placement.layers and is_chunked(layer, self._facts):
+            if "mlp" in placement.layers and is_chunked(layer, self._spec):
                 raise ToMeConfigError(CHUNKED_FEED_FORWARD)
             named = {key: value for key, value in kwargs.items() if key != name}
-            plan = self._plan(placement, one, tokens, self._timestep(layer, placement, one, others, named))
+            plan = self._plan(placement, current, tokens, self._timestep(layer, placement, current, further, named))
         with running(Running(layer, placement, plan)):
             return self.forward(layer, *args, **kwargs)
 
     def _timestep(
-        self, layer: nn.Layer, placement: Placement, one: Pass, args: tuple, kwargs: dict[str, Any]
+        self, layer: nn.Layer, placement: Placement, current: Pass, args: tuple, kwargs: dict[str, Any]
     ) -> TimestepOfPass | None:
         """The timestep of a pass; None if it is not read."""
-        if one.timestep is not None:
-            return one.timestep
-        name = self._facts.timestep
-        if name is None or not (placement.takes_turns and gets_timestep(layer, self._facts)):
+        if current.timestep is not None:
+            return current.timestep
+        name = self._spec.timestep
+        if name is None or not (placement.takes_turns and gets_timestep(layer, self._spec)):
             return None
         arguments = inspect.signature(type(layer).forward).bind(layer, None, *args, **kwargs).arguments
         timestep = arguments.get(name)
@@ -93,19 +93,19 @@ class BlockWrap(PassWrap):
         read = read_timestep(timestep, placement.config, self._family, self._tables)
         # Blocks that get the timestep are those of images. One timestep may be that of both halves of guidance.
         read = read._replace(batch=-1)
-        one.timestep = read  # for the blocks after this one
+        current.timestep = read  # for the blocks after this one
         return read
 
     def _plan(
         self,
         placement: Placement,
-        one: Pass,
+        current: Pass,
         tokens: paddle.Tensor,  # [B, N, C], of frames in one sequence [B, F·N, C], perhaps with text
         timestep: TimestepOfPass | None,
     ) -> MergePlan | None:
         """The plan of a call of the block; None if nothing merges on its grid."""
-        grid = one.grids[self._grid]
-        metric = split(self._facts.gets_text, tokens, grid.tokens).image
+        grid = current.grids[self._grid]
+        metric = split(self._spec.gets_text, tokens, grid.tokens).image
         self._grid.check(grid, metric.shape[1])
         kept = placement.count_kept(grid)
         is_plain = timestep is not None and timestep.is_plain
@@ -149,8 +149,8 @@ class InnerWrap(Wrap):
     def __init__(self, block: nn.Layer, name: str) -> None:
         self._block, self._name = block, name
 
-    def is_like(self, other: "InnerWrap") -> bool:
-        return self._block is other._block and self._name == other._name
+    def is_equivalent(self, new: "InnerWrap") -> bool:
+        return self._block is new._block and self._name == new._name
 
     def plan(self) -> MergePlan | None:
         """The plan of the block; None outside it, and where nothing merges around this layer.
@@ -164,7 +164,7 @@ class InnerWrap(Wrap):
         if not is_outermost(self._block):
             raise ToMePassError(
                 f"the layers of a {type(self._block).__name__} run without its merging, because another library has "
-                "replaced the forward of the block since apply_tome(), or put back an earlier one: call apply_tome() "
-                "again afterwards, or remove_tome() first."
+                "replaced the forward of the block since apply_tome(), or put an earlier forward back: call "
+                "apply_tome() again afterwards, or remove_tome() first."
             )
         return None

@@ -24,7 +24,7 @@ from ..methods.plan import MergePlan
 from ..tensors import cast
 from .block import InnerWrap
 
-CHANNELS = 8  # further ones of heads: kernels of attention want a multiple of it
+CHANNELS = 8  # that heads get in addition: kernels of attention want a multiple of it
 MASKED = -1e4  # added to the scores of masked keys: their weight is 0, and no kernel multiplies 0 by infinity
 CosSin = tuple[paddle.Tensor, paddle.Tensor]  # cosines and sines, [T + N, d] each: text before image
 
@@ -38,8 +38,8 @@ class ComputedAttentionWrap(InnerWrap):
     """
 
     def __init__(self, block: MergeableBlock, name: str) -> None:
-        super().__init__(block.block, name)
-        self._family, self._facts = block.family, block.facts
+        super().__init__(block.layer, name)
+        self._family, self._spec = block.family, block.spec
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         plan = self.plan()
@@ -55,12 +55,12 @@ class ComputedAttentionWrap(InnerWrap):
         hidden_states: paddle.Tensor,  # [B, N, C] of the image, or of text and image
         encoder_hidden_states: paddle.Tensor | None = None,  # [B, T, C] of the text
         attention_mask: paddle.Tensor | None = None,  # [B, 1, 1, N + T], only in HunyuanVideo: false for unused text
-        **others: Any,
+        **further: Any,
     ) -> Any:
         """What the layer's `forward` returns for these arguments, with fewer keys."""
-        rows = others.pop(self._family.positions or "", None)
-        self._check(layer, attention_mask, others)
-        names, layout = self._family.attention, self._facts.text
+        rows = further.pop(self._family.positions or "", None)
+        self._check(layer, attention_mask, further)
+        names, layout = self._family.attention, self._spec.text
         stream = split(layout, hidden_states, plan.tokens, encoder_hidden_states)
         keys = Stream(plan.merge(stream.image), stream.text)
         query, key, value = (
@@ -81,15 +81,15 @@ class ComputedAttentionWrap(InnerWrap):
         """Image and text after the projections of the output."""
         out = getattr(layer, names.image.out, None) or ()  # None where the block projects it
         of_text = out
-        if self._facts.text is Text.OWN_PROJECTIONS:
+        if self._spec.text is Text.OWN_PROJECTIONS:
             of_text = getattr(layer, names.text.out, None) or ()  # None in the last block, whose text is not used
         text = None if stream.text is None else _run_all(of_text, stream.text)
         return Stream(_run_all(out, stream.image), text)
 
-    def _check(self, layer: nn.Layer, mask: Any, others: dict[str, Any]) -> None:
+    def _check(self, layer: nn.Layer, mask: Any, further: dict[str, Any]) -> None:
         """Raise ToMePassError unless the attention is what this wrap computes."""
         family = self._family
-        unknown = [key for key, value in others.items() if value is not None]
+        unknown = [key for key, value in further.items() if value is not None]
         if mask is not None:
             is_of_text = mask.dtype == paddle.bool and mask.ndim == 4 and mask.shape[1:3] == [1, 1]
             unknown += [] if family.has_mask and is_of_text else ["attention_mask"]
@@ -188,8 +188,8 @@ def _attend(
         of_keys = cast(scores * math.sqrt(wide), key.dtype).reshape([1, -1, 1, 1]) * paddle.ones_like(key[..., :1])
         rest = CHANNELS - 1
         key = paddle.concat([key, of_keys, paddle.zeros_like(key[..., :rest])], axis=-1)
-        first, others = paddle.ones_like(query[..., :1]), paddle.zeros_like(query[..., :rest])
-        query = paddle.concat([query * math.sqrt(wide / width), first, others], axis=-1)
+        ones, zeros = paddle.ones_like(query[..., :1]), paddle.zeros_like(query[..., :rest])
+        query = paddle.concat([query * math.sqrt(wide / width), ones, zeros], axis=-1)
         value = paddle.concat([value, paddle.zeros_like(value[..., :CHANNELS])], axis=-1)  # kernels want equal widths
         output = F.scaled_dot_product_attention(query, key, value)[..., :width]
     return cast(output, query.dtype)

@@ -4,18 +4,13 @@ from paddle import nn
 from paddle.jit.dy2static.program_translator import ASTStaticFunction
 
 from ..errors import ToMeConfigError
-from ..families.blocks import find_blocks
+from ..families.pipelines import DenoiserBlocks
 
 
-def check_not_compiled(name: str, denoiser: nn.Layer) -> None:
-    """Raise ToMeConfigError if a denoiser runs a program, in which merging cannot change.
-
-    Args:
-        name: of the denoiser in its pipeline.
-        denoiser: the model.
-    """
-    paths = [f"{block.path}." for block in find_blocks(denoiser)]
-    for path, layer in denoiser.named_sublayers(include_self=True):
+def check_not_compiled(found: DenoiserBlocks) -> None:
+    """Raise ToMeConfigError if a denoiser runs a program, in which merging cannot change."""
+    name, paths = found.name, [f"{block.path}." for block in found.blocks]
+    for path, layer in found.model.named_sublayers(include_self=True):
         by = _compiled_by(layer)
         if by is not None and any(block.startswith(path and f"{path}.") for block in paths):
             where = f"{name}.{path}" if path else name

@@ -16,15 +16,16 @@ ATTRIBUTE = "_tome"  # of a layer: its wrap
 
 
 class Wrap:
-    """Base class: calls the original `forward`. It stays alone where another library calls a removed wrap."""
+    """Base class: calls the original `forward`. It replaces a removed wrap that another library still calls."""
 
-    wrapped_forward: Callable[..., Any] | None = None  # the one that this wrap replaced, if another library had set it
+    # The `forward` that this wrap replaced, if another library had set it.
+    wrapped_forward: Callable[..., Any] | None = None
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         return self.forward(layer, *args, **kwargs)
 
-    def is_like(self, other: Any) -> bool:
-        """Whether another wrap of the same class does the same."""
+    def is_equivalent(self, new: Any) -> bool:
+        """Whether this wrap can stay in place of `new`, a wrap of the same class, because both do the same."""
         return True
 
     def forward(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +53,7 @@ def wrap_of(layer: nn.Layer) -> Wrap | None:
 
 
 def is_outermost(layer: nn.Layer) -> bool:
-    """Whether no other library has replaced the `forward` of a layer since its wrap was installed."""
+    """Whether no library has replaced the `forward` of a layer since its wrap was installed."""
     return getattr(layer.__dict__.get("forward"), "__func__", None) is _tome_forward
 
 
@@ -60,9 +61,9 @@ AnyWrap = TypeVar("AnyWrap", bound=Wrap)
 
 
 def ensure(layer: nn.Layer, new: AnyWrap) -> AnyWrap:
-    """The wrap of a layer if it is in place and does the same as a new one; otherwise the new one, installed."""
+    """The wrap of a layer if it is in place and equivalent to `new`; otherwise `new`, which is installed."""
     wrap = wrap_of(layer)
-    if type(wrap) is type(new) and wrap.is_like(new) and not _is_lost(layer, wrap):
+    if type(wrap) is type(new) and wrap.is_equivalent(new) and not _is_lost(layer, wrap):
         return wrap
     if wrap is not None and _is_lost(layer, wrap):
         remove(layer)
@@ -71,7 +72,7 @@ def ensure(layer: nn.Layer, new: AnyWrap) -> AnyWrap:
 
 
 def install(layer: nn.Layer, wrap: Wrap) -> None:
-    """Put a wrap in place of the layer's `forward`. It calls the one that was there, also one of another library."""
+    """Put a wrap in place of the layer's `forward`. It calls the earlier `forward`, also that of another library."""
     removed = wrap_of(layer)
     wrap.wrapped_forward = layer.__dict__.get("forward") if removed is None else removed.wrapped_forward
     setattr(layer, ATTRIBUTE, wrap)  # before `forward`: a pickle imports this package for it
@@ -86,7 +87,7 @@ def _is_lost(layer: nn.Layer, wrap: Wrap) -> bool:
 
 
 def remove(layer: nn.Layer) -> None:
-    """Remove the layer's wrap, if it has one; under another library's `forward`, one that does nothing remains."""
+    """Remove the layer's wrap, if it has one; below another library's `forward`, an idle wrap remains."""
     wrap = wrap_of(layer)
     if wrap is None:
         return

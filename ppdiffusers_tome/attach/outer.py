@@ -1,7 +1,7 @@
 """The wraps of layers outside of blocks: they begin a pass, and read its timestep and its token grids.
 
-A call of a layer belongs to the last pass of its thread, unless the layer begins the next one. A layer that may begin
-a pass does so if the last one has already run it, or a block:
+A call of a layer belongs to the last pass of its thread, unless the layer begins the next pass. A layer that may begin
+a pass does so if the last pass has already run this layer, or a block:
 
 layer           wrap             may begin a pass                  in which models it comes first
 --------------  ---------------  --------------------------------  -----------------------------------------------
@@ -14,8 +14,8 @@ grid layer      GridWrap         outside of UNets, and of such a   Stable Diffus
 block           BlockWrap        never                             none
 
 The first `apply_tome` may install the wraps while a pass runs, and nothing merges in that pass: if the first layer
-that runs in a thread may not begin a pass, it joins one that has begun before, and so does a block if its grid layer
-or its timestep layer has not run in the pass. After such a pass, any layer that may begin a pass does.
+that runs in a thread may not begin a pass, it joins a pass that has begun before, and so does a block if its grid
+layer or its timestep layer has not run in the pass. After such a pass, any layer that may begin a pass does.
 
 Gradient checkpointing runs a transformer or a block again after its pass, with an input that is recorded. Such a call
 belongs to the pass of its input.
@@ -57,8 +57,8 @@ class PassWrap(Wrap):
         self.attachment = attachment
         self.records = Records()
 
-    def is_like(self, other: "PassWrap") -> bool:
-        return self.attachment is other.attachment
+    def is_equivalent(self, new: "PassWrap") -> bool:
+        return self.attachment is new.attachment
 
     def may_begin(self, current: Pass | None) -> bool:
         """Whether the layer may begin the pass after the current one."""
@@ -133,7 +133,7 @@ class TransformerWrap(PassWrap):
 class PositionsWrap(Wrap):
     """Wrap of a denoiser whose grid follows from the positions of its tokens: read them once for an image.
 
-    A pipeline passes the same tensor in each step. To read it waits for a GPU, so it is read again only if another
+    A pipeline passes the same tensor in each step. To read it waits for a GPU, so it is read again only if a different
     tensor comes, or if it was written to.
 
     Args:
@@ -144,8 +144,8 @@ class PositionsWrap(Wrap):
         self.argument = argument
         self._thread = _PositionsInThread()
 
-    def is_like(self, other: "PositionsWrap") -> bool:
-        return self.argument == other.argument
+    def is_equivalent(self, new: "PositionsWrap") -> bool:
+        return self.argument == new.argument
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         arguments = inspect.signature(type(layer).forward).bind_partial(layer, *args, **kwargs).arguments
@@ -184,7 +184,7 @@ class GridWrap(PassWrap):
 
     Args:
         attachment: of the denoiser.
-        block: one of the transformer.
+        block: any block of the transformer.
         transformer: the wrap of the transformer inside a UNet; None outside UNets.
         positions: the wrap of the denoiser, if its grid follows from positions.
     """
@@ -214,8 +214,8 @@ class GridWrap(PassWrap):
             current.grids[self] = token_grid(self._family, layer, x, current.grids.get(self), of_positions)
         return self.forward(layer, *args, **kwargs)
 
-    def is_like(self, other: PassWrap) -> bool:
-        return super().is_like(other) and isinstance(other, GridWrap) and self._positions is other._positions
+    def is_equivalent(self, new: PassWrap) -> bool:
+        return super().is_equivalent(new) and isinstance(new, GridWrap) and self._positions is new._positions
 
     def check(self, grid: Grid, tokens: int) -> None:
         """Raise ToMePassError unless the tokens of a block are those of a grid, or of the frames of a video."""
@@ -230,7 +230,7 @@ def _first(args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def read_timestep(timestep: paddle.Tensor, config: ToMeConfig, family: Family, tables: Cache) -> TimestepOfPass:
-    """What follows from a timestep, [B] or one number, with a config. `tables` caches the table of turns by device.
+    """What follows from a timestep, [B] or a number, with a config. `tables` caches the table of turns by device.
 
     Where the first and last steps are plain, eager mode decides it in Python, and waits for a GPU to know the value.
     """

@@ -65,7 +65,7 @@ class Keys:
 class Running(NamedTuple):
     """What runs in a thread."""
 
-    block: nn.Layer | None = None  # the innermost one
+    block: nn.Layer | None = None  # the innermost block
     placement: Placement | None = None  # what merges in the block
     plan: MergePlan | None = None  # of the block; None if nothing merges
     keys: Keys | None = None  # of an attention in the block, while it runs; None if it gets all of them

@@ -32,7 +32,7 @@ class Cache:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._values: dict[Hashable, Any] = {}  # the one that was used last is last
+        self._values: dict[Hashable, Any] = {}  # the last is the value that was used last
 
     def __reduce__(self) -> Any:
         return type(self), ()
@@ -55,8 +55,8 @@ class Cache:
         return value
 
 
-class Applied(NamedTuple):
-    """What merges in a denoiser since the last `apply_tome`. It does not change: another call makes another."""
+class AppliedConfig(NamedTuple):
+    """What merges in a denoiser since the last `apply_tome`, which replaces it as a whole."""
 
     config: ToMeConfig
     placements: Mapping[int, Placement]  # by the index of the block
@@ -66,7 +66,7 @@ class Applied(NamedTuple):
         """Whether anything merges; at ratio 0 a pass is not even looked at."""
         return any(placement.share < 1 for placement in self.placements.values())
 
-    def __deepcopy__(self, memo: dict) -> "Applied":
+    def __deepcopy__(self, memo: dict) -> "AppliedConfig":
         return self
 
 
@@ -76,18 +76,18 @@ class TimestepOfPass(NamedTuple):
     turn: paddle.Tensor  # [1] int64: its number
     batch: int  # rows that have a timestep each; -1 where a program does not know it
     is_plain: bool | paddle.Tensor  # whether all tokens remain; in a program [1] bool, which its run decides
-    values: paddle.Tensor | None  # as the denoiser got it, [B] or one number; None in a program
+    values: paddle.Tensor | None  # as the denoiser got it, [B] or a single number; None in a program
 
 
 class Pass:
-    """One forward pass of a denoiser: all that its blocks need, also if one of them is computed again later.
+    """A forward pass of a denoiser: all that its blocks need, also if a block is computed again later.
 
     Args:
         applied: what merges; None if nothing does any more.
-        before: the pass before it in this thread. Its grids hold for programs, see `token_grid`.
+        before: the previous pass in this thread. Its grids hold for programs, see `token_grid`.
     """
 
-    def __init__(self, applied: Applied | None, before: "Pass | None") -> None:
+    def __init__(self, applied: AppliedConfig | None, before: "Pass | None") -> None:
         self.applied = applied
         self.is_partial = False  # whether layers of it have run before there were wraps
         self.reached_blocks = False
@@ -104,7 +104,7 @@ class Attachment:
     """What the wraps of a denoiser share. A copy of the denoiser has a copy of it."""
 
     def __init__(self) -> None:
-        self.applied: Applied | None = None
+        self.applied: AppliedConfig | None = None
         self._thread = PerThread()
 
     @property
@@ -121,8 +121,8 @@ class Attachment:
     def stop(self, index: int) -> None:
         """Let a block merge no more. If none does, nothing is applied."""
         if self.applied is not None:
-            rest = {number: one for number, one in self.applied.placements.items() if number != index}
-            self.applied = Applied(self.applied.config, rest) if rest else None
+            rest = {number: placement for number, placement in self.applied.placements.items() if number != index}
+            self.applied = AppliedConfig(self.applied.config, rest) if rest else None
 
     def begin(self) -> Pass:
         """Begin a pass in this thread."""
@@ -132,8 +132,8 @@ class Attachment:
 class Records:
     """The pass that each input of a layer belongs to, while the input exists; a copy or a pickle starts empty.
 
-    Gradient checkpointing runs a layer again after its pass, with the input from before, perhaps as another tensor in
-    the same memory, and other passes may have come in between.
+    Gradient checkpointing runs a layer again after its pass, with the input from before, perhaps as a new tensor in
+    the same memory, and more passes may have run in between.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class Records:
     def __len__(self) -> int:
         return len(self._by_address)
 
-    def add(self, x: paddle.Tensor, one: Pass) -> None:
+    def add(self, x: paddle.Tensor, pass_: Pass) -> None:
         """Record the pass of an input, until the input is gone."""
         address = x.data_ptr()
 
@@ -153,7 +153,7 @@ class Records:
             if self._by_address.get(address, (None, None))[0] is gone:
                 del self._by_address[address]
 
-        self._by_address[address] = weakref.ref(x, forget), one
+        self._by_address[address] = weakref.ref(x, forget), pass_
 
     def find(self, x: paddle.Tensor) -> Pass | None:
         """The pass of an input; None if it is not recorded."""

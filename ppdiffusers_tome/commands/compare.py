@@ -105,7 +105,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _own_prompts(model: str, plan: Plan, own: ModelDefaults) -> list[str]:
-    """The prompts of a model that has some, at most PROMPT_COUNT; else a general one."""
+    """The prompts of a model that has some, at most PROMPT_COUNT; else a general prompt."""
     if plan.manifest is not None and own.prompts:
         return list(own.prompts[:PROMPT_COUNT])
     count = PROMPT_COUNT if (Path(model) / PROMPTS).is_file() else 1
@@ -113,7 +113,7 @@ def _own_prompts(model: str, plan: Plan, own: ModelDefaults) -> list[str]:
 
 
 def _check(options: argparse.Namespace) -> Plan:
-    """What the options ask for; ToMeError if one is not allowed, before anything is loaded."""
+    """What the options ask for; ToMeError if an option is not allowed, before anything is loaded."""
     folder, manifest = Path(options.model), None
     if (folder / MANIFEST).is_file():
         manifest = read_manifest(folder)
@@ -242,7 +242,7 @@ def _exported_configs(options: argparse.Namespace, manifest: Manifest, sizes: Se
             raise ToMeConfigError("--ratio 0 is not allowed: plain images are always generated.")
     if not ratios:
         raise ToMeConfigError(f"{options.model} was exported with ratio 0 alone: there is nothing to compare with it.")
-    merging = {one.ratio: one for one in manifest.merging}
+    merging = {way.ratio: way for way in manifest.merging}
     return [_config_of(merging[ratio], options.model) for ratio in ratios]
 
 

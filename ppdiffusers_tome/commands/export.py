@@ -80,7 +80,12 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             core.set_num_threads(usable_cores())
         logger.set_level("WARNING")
         ppdiffusers.utils.logging.disable_progress_bar()
-        pipe = load_eager_pipeline(options.model, options.controlnet, safety_checker=not options.no_safety_checker)
+        pipe = load_eager_pipeline(
+            options.model,
+            options.controlnet,
+            safety_checker=not options.no_safety_checker,
+            needs_controlnet=options.controlnet_ratio is not None,
+        )
         manifest = write_export(pipe, request)
     is_layout = isinstance(request.layout, DiffusersLayout)
     print(_describe(manifest, options.output, is_layout))

@@ -79,7 +79,7 @@ def naming_options(**options: str) -> Iterator[None]:
     """In this context, errors about a parameter name the option that sets it, by default that of the same name.
 
     Args:
-        options: what sets a parameter whose option has another name.
+        options: what sets a parameter whose option has a different name.
 
     Raises:
         ToMeConfigError: instead of a ParameterError or a JobError.

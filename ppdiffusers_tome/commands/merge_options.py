@@ -19,7 +19,7 @@ def add_merge_options(group: argparse._ActionsContainer, about: str, is_single: 
 
     Args:
         about: what the ways to merge are for, in words.
-        is_single: allow one way to merge only.
+        is_single: allow a single way to merge only.
     """
     place = group.add_mutually_exclusive_group() if is_single else group
     number: Any = 1 if is_single else "+"
@@ -42,7 +42,7 @@ def _method(name: str) -> str:
 def read_methods(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The ways to merge that the options name, each as arguments of `ToMeConfig`: those of files first.
 
-    A file always names its ratio. Its other settings are left out where they have their default values. What a method
+    A file always names its ratio. Further settings are left out where they have their default values. What a method
     or text names has a ratio too if its method allows few, as "todo" does. `ToMeConfig` checks the values of
     --merging, together with a ratio from another option.
 
@@ -92,7 +92,7 @@ def all_configs(options: argparse.Namespace) -> list[ToMeConfig]:
             try:
                 at_ratios.append(ToMeConfig(**settings | {"ratio": ratio}))
                 allowed.add(ratio)
-            except ToMeConfigError as error:  # of the ratio, because the other settings are those of `own`
+            except ToMeConfigError as error:  # of the ratio, because all remaining settings are those of `own`
                 refusals[ratio] = error
         configs += at_ratios or [own]
     with naming_options():

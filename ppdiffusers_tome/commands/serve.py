@@ -142,7 +142,7 @@ def _app_config(options: argparse.Namespace, limits: Limits) -> AppConfig:
         origins="--allow-origin",
     ):
         config = AppConfig(
-            api_key=os.environ.get(KEY_VARIABLE),  # an empty one is refused
+            api_key=os.environ.get(KEY_VARIABLE),  # an empty key is refused
             request_seconds=options.timeout,
             keep_alive_seconds=options.keep_alive,
             body_bytes=options.max_body,
@@ -220,7 +220,7 @@ def _engines(
 
 
 def replicas(options: argparse.Namespace) -> tuple[int, int]:
-    """The smallest and the largest number of engines; without --ray there is one.
+    """The smallest and the largest number of engines; without --ray there is a single engine.
 
     Raises:
         ToMeConfigError: a number is not allowed.

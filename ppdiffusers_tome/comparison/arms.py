@@ -67,19 +67,19 @@ class Scene:
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured of one arm. What compares with plain is None for plain itself."""
+    """What was measured of an arm. What compares with plain is None for plain itself."""
 
     arm: str  # its name
     config: ToMeConfig | None  # None for plain
     rounds: list[float]  # seconds of each timed step; of steps that merge, except for plain
     plain_share: float  # of the steps of an image: those that keep all tokens; 0 for plain
     step_seconds: float  # of a step of an image: the median over the rounds, with the share of plain steps
-    gain: float | None  # plain's step divided by this one's; None also if no difference is claimed
+    gain: float | None  # plain's step divided by this arm's; None also if no difference is claimed
     gain_interval: tuple[float, float] | None  # of `clock.Gain`
     gain_in_words: str | None  # the factor, or why no difference is claimed
     psnr: float | None  # dB, the median over the images, infinite for equal images
     ssim: float | None  # the median over the images
-    worst_psnr: float | None  # of the image that is furthest from plain by it; None too if there is one image
+    worst_psnr: float | None  # of the image that is furthest from plain by it; None too if there is a single image
     worst_ssim: float | None
     peak_bytes: int | None  # of memory in a timed step, with the weights; None where it is not known
     # Of the first block; None for an exported model, which has no blocks to count in.
@@ -103,7 +103,7 @@ class Figures:
 
 @dataclass
 class ComparedArm:
-    """Images and times of one way to generate; without a config the plain one."""
+    """Images and times of one way to generate; without a config the plain images."""
 
     config: ToMeConfig | None
     summary: ToMeSummary
@@ -115,7 +115,7 @@ class ComparedArm:
 
     @property
     def name(self) -> str:
-        """ "plain", or its method, ratio and other settings."""
+        """ "plain", or its method, ratio and further settings."""
         return PLAIN if self.config is None else merging_in_words(self.config)
 
     def switch_on(self, pipe: DiffusionPipeline) -> None:
@@ -128,7 +128,7 @@ class ComparedArm:
             pipe.apply_tome(config=self.config)
 
     def figures(self, plain: "ComparedArm") -> Figures:
-        """The figures of this arm, compared with the plain one."""
+        """The figures of this arm, compared with the plain arm."""
         is_plain, share = self is plain, self.plain_share
         peaks = self.peaks + (plain.peaks if share else [])
         seconds = self.seconds_in_image(plain)
@@ -183,15 +183,15 @@ def compare(
     """Generate the images of a scene plain and merged, and time their steps. The pipeline is plain afterwards.
 
     Args:
-        pipe: a pipeline that merges nothing now and that `pipelines.check_pipeline` accepts, or one from
+        pipe: a pipeline that merges nothing now and that `pipelines.check_pipeline` accepts, or a pipeline from
             `load_pipeline` with a ratio of 0.
-        configs: one for each further arm; of an exported pipeline those that were exported.
+        configs: of the further arms; of an exported pipeline those that were exported.
         rounds: how many steps of each arm are timed.
         report: called with a line before each part.
         after_step: called with the number of finished steps of a part, and of all its steps.
 
     Returns:
-        The arms; the first one is plain.
+        The arms; the first is plain.
 
     Raises:
         NoMergeableLayerError: a config merges nothing in this pipeline, and nothing was generated.
@@ -256,9 +256,9 @@ def _time_steps(
     """Time `rounds` steps of each arm within one image, in which the arms take turns from step to step.
 
     So another program that slows this machine down slows all arms down alike. The first round warms up, and the image
-    is thrown away. If the scheduler has no schedule of so many steps, further images take the other turns. Two kinds
-    of steps are no turn: those in which an arm keeps all tokens, because what merging takes is timed, and, after the
-    first round, the first step of an image, which includes the text encoder.
+    is thrown away. If the scheduler has no schedule of so many steps, further images take the remaining turns. Two
+    kinds of steps are no turn: those in which an arm keeps all tokens, because what merging takes is timed, and, after
+    the first round, the first step of an image, which includes the text encoder.
 
     Raises:
         ToMeConfigError: the scheduler has a single step, or the pipeline reports none.

@@ -31,7 +31,7 @@ class Gain(NamedTuple):
 
     @property
     def is_difference(self) -> bool:
-        """Whether the rounds show one: the interval is on one side of 1, and the factor is beyond MARGIN.
+        """Whether the rounds show a gain: the interval is on one side of 1, and the factor is beyond MARGIN.
 
         Rounds that are too few for an interval must all be beyond LARGE, on the same side.
         """
@@ -46,7 +46,7 @@ class Gain(NamedTuple):
 
 
 def gain(plain: Sequence[float], merged: Sequence[float]) -> Gain:
-    """The gain of one arm over another, from the times of both in the same rounds.
+    """The gain of an arm over a baseline arm, from the times of both in the same rounds.
 
     It is of the ratios within the rounds, where noise that affects both arms cancels. So the factor may differ a
     little from the quotient of the two median times.

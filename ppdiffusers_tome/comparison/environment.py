@@ -39,8 +39,8 @@ def versions() -> dict[str, str]:
 def commit() -> str:
     """The checkout's commit, with "+" if tracked files of the package differ from it; "none" without a checkout.
 
-    Only a repository that contains the package at its top counts, not one in which it is installed: an environment in
-    a folder of a project (.venv), or a copy among a project's own files.
+    Only a repository that contains the package at its top counts, not a repository in which it is installed: an
+    environment in a folder of a project (.venv), or a copy among a project's own files.
     """
     # In a hook, git's variables name the repository of the hook.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}

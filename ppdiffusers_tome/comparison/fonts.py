@@ -1,4 +1,4 @@
-"""A font for texts in any language: Pillow's own if it has all characters, or one that is installed."""
+"""A font for texts in any language: Pillow's own if it has all characters, or an installed font."""
 
 import subprocess
 from collections.abc import Iterator
@@ -23,13 +23,13 @@ NAMES = (
 
 
 def font_for(text: str) -> Font:
-    """The font that has most characters of a text: Pillow's, unless an installed one has more."""
+    """The font that has most characters of a text: Pillow's, unless an installed font has more."""
     own = ImageFont.load_default(SIZE)
     best, lacks = own, missing(own, text)
     for file in _installed(lacks) if lacks else ():
         try:
             font = ImageFont.truetype(file, SIZE)
-        except OSError:  # not installed, or a font of bitmaps in other sizes
+        except OSError:  # not installed, or a font of bitmaps in different sizes
             continue
         if len(found := missing(font, text)) < len(lacks):
             best, lacks = font, found

@@ -13,7 +13,7 @@ from ..run.sizes import Size
 from .arms import Figures, summary_at
 from .option_defaults import KNOWN_RATIOS
 
-# The settings that no other beats in both time and distance from plain: benchmarks/alternatives.md.
+# The settings that none beats in both time and distance from plain: benchmarks/alternatives.md.
 KNOWN = tuple(ToMeConfig(ratio, "interlace") for ratio in KNOWN_RATIOS)
 
 
@@ -62,7 +62,7 @@ class Goal:
         return max(filter(self.is_reached, rows), key=lambda row: getattr(row, better), default=None)
 
     def nearest(self, rows: Sequence[Figures]) -> Figures | None:
-        """Of those that are faster than plain, the one that comes nearest to the goal; None if none is faster."""
+        """Of the arms that are faster than plain, the arm that comes nearest to the goal; None if none is faster."""
         faster = [row for row in rows if row.gain is not None and row.gain > 1]
         return max(faster, key=lambda row: getattr(row, self.measure), default=None)
 

@@ -1,4 +1,4 @@
-"""Result files: one form for every kind of measurement, written completely or not at all."""
+"""Result files: the same form for every kind of measurement, written completely or not at all."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from .environment import commit, describe_environment
 def make_result(kind: str, format: int, command: str, /, **content: Any) -> dict[str, Any]:
     """A result, ready for JSON: `kind`, `format`, `command`, `commit` and `environment`, then the content.
 
-    Content may replace `commit` and `environment` if a run continues an earlier one.
+    Content may replace `commit` and `environment` if a run continues an earlier run.
     """
     about = {"kind": kind, "format": format, "command": command}
     return {**about, "commit": commit(), "environment": describe_environment(), **content}

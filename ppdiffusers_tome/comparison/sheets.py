@@ -30,7 +30,7 @@ def make_sheet(
     """Draw a grid of images at the lower right of a sheet, each with 4 px of space to its right and below it.
 
     Args:
-        rows: a label, to the left of the row, and one RGB image for each title.
+        rows: a label, to the left of the row, and an RGB image for each title.
         titles: texts above the columns, such as prompts; wrapped to the width of a column. What no installed font
             has is written as escapes, such as \\u7ea2.
         size: px, the width and height of a cell; a larger image is scaled down to it.

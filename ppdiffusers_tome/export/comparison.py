@@ -12,12 +12,12 @@ from ..run.runtime import Program
 from .programs import Traceable
 
 BATCHES = (1, 2)
-# The timestep of the first inputs, by batch size: in one a denoiser may keep all tokens, in the other it merges.
+# The timestep of the first inputs, by batch size: a denoiser may keep all tokens at 951, and merges at 501.
 TIMESTEPS = {1: 951.0, 2: 501.0}
 TOLERANCE = 1e-5  # largest relative difference between program and eager, in fp32
 # Fused operators round differently than eager mode. If two dst are equally similar within that, a token may merge into
-# the other one, so the outputs of an input may differ by more although nothing is wrong: often, with many
-# tokens. Wrong kernels differ on all inputs.
+# either of them, so the outputs of an input may differ by more although nothing is wrong: often, with many tokens.
+# Wrong kernels differ on all inputs.
 TRIES = 8
 
 
@@ -51,7 +51,7 @@ class Comparison:
 
         With many tokens some pair differs in almost every try, so each image must agree in one try, and not all images
         in the same. That try runs again: a data race between threads, which changes a few places and not in every
-        run, would otherwise look like another choice of pairs.
+        run, would otherwise look like a different choice of pairs.
 
         Args:
             unfused: returns the program that the tries after the first are compared with.

@@ -35,7 +35,7 @@ for line in sys.stdin:
         library.malloc_trim(0)
     print("\\n{DONE}", flush=True)  # on a line of its own, also after text of C++ without a newline
 """
-# Paddle 3 stores these attributes as float64. paddle2onnx 2.1 raises an error on the first, and misreads the others.
+# Paddle 3 stores these attributes as float64. paddle2onnx 2.1 raises an error on the first, and misreads the rest.
 FLOAT32 = {"1.nearest_interp": "scale", "1.group_norm": "epsilon", "1.pad3d": "pad_value"}
 
 
@@ -49,7 +49,7 @@ def check_converter() -> None:
 
 
 class Converter(AbstractContextManager["Converter"]):
-    """Converts programs in a separate process, because paddle2onnx aborts its process if it cannot convert one.
+    """Converts programs in a separate process, because paddle2onnx aborts its process if it cannot convert a program.
 
     The process starts with the first program, which takes seconds, and ends with the context or `close()`.
 
@@ -76,7 +76,8 @@ class Converter(AbstractContextManager["Converter"]):
     def convert(self, program: Path, params: Path, label: str) -> Path:
         """Write a Paddle program as `.onnx` beside it; returns that file.
 
-        The weights of a Paddle 3 program stay in `params`. Those of others are inside, or above 2 GB beside it.
+        The weights of a Paddle 3 program stay in `params`. Those of a Paddle 2 program are inside it, or above 2 GB
+        beside it.
 
         Args:
             program, params: `.pdmodel` or `.json` file, and `.pdiparams` in the same folder.
@@ -108,11 +109,11 @@ class Converter(AbstractContextManager["Converter"]):
 
         content = json.loads(program.read_text(encoding="utf-8"), object_hook=_in_float32)
         with tempfile.TemporaryDirectory(prefix="paddle2onnx_") as folder:
-            others = Path(folder) / params.name
-            weights = weights_to_inputs(content, params, others)
+            rest = Path(folder) / params.name
+            weights = weights_to_inputs(content, params, rest)
             program = Path(folder) / program.name
             program.write_text(json.dumps(content), encoding="utf-8")
-            model = self._convert(program, others, target, label)
+            model = self._convert(program, rest, target, label)
         inputs_to_weights(model, weights, params)
         return model
 

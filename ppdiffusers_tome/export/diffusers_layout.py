@@ -100,7 +100,7 @@ def write_layout(
     pipe: DiffusionPipeline,
     folder: Path,
 ) -> None:
-    """Write the folder from an export in ppdiffusers' layout, whose weights and other files are moved.
+    """Write the folder from an export in ppdiffusers' layout, whose weights and further files are moved.
 
     Args:
         export: the folder of the export.
@@ -183,9 +183,9 @@ def _config(model: str, pipe: DiffusionPipeline, size: Size, has_encoder: bool) 
     """The contents of a model's `config.json`.
 
     Args:
-        has_encoder: whether the folder has the VAE's encoder. The UNet's `sample_size` then is one number, its longer
-            side, because diffusers' pipelines for image-to-image and inpainting compare it with one; those for SDXL
-            multiply it (0.39.0).
+        has_encoder: whether the folder has the VAE's encoder. The UNet's `sample_size` then is a number, its longer
+            side, because diffusers' pipelines for image-to-image and inpainting compare it with a number; those for
+            SDXL multiply it (0.39.0).
     """
     if model in text_encoders(pipe):
         encoder = getattr(pipe, model)

@@ -76,15 +76,15 @@ def export_pipeline(
     compared with eager on random inputs and two batch sizes; then images of two steps are compared with those of the
     pipeline. Random dst are chosen once, by `seed`, and are part of the program: the same as in eager with that seed.
 
-    After any error the folder is unchanged. After a kill it is complete, the earlier or the new one, or the error of
-    the next reader says where the earlier one is: see `replacement.replacing`.
+    After any error the folder is unchanged. After a kill the earlier or the new folder is complete, or the error of
+    the next reader says where the earlier folder is: see `replacement.replacing`.
 
     Args:
         pipe: StableDiffusion, Img2Img, Inpaint or ControlNet pipeline, or StableDiffusionXL or its Img2Img.
         folder: must be new or empty, unless overwrite.
-        ratios: one or several ratios, 0 for a plain program; the first is the default. A UNet program is written for
+        ratios: a ratio or several, 0 for a plain program; the first is the default. A UNet program is written for
             each; all share one file of weights. None: the config that is applied to the pipeline now.
-        sizes: (height, width) in pixels, a UNet program for each; one number for a square. None: the UNet's default
+        sizes: (height, width) in pixels, a UNet program for each; a number for a square. None: the UNet's default
             size.
         image_to_image: also write the VAE's encoder, for image-to-image and inpainting.
         controlnet: whether, or at what ratio, a ControlNet merges; as in `apply_tome`.
@@ -95,7 +95,7 @@ def export_pipeline(
             one size and one ratio, without `tome.json`.
         runtime: with layout="diffusers", which runtime the ONNX models suit: "openvino" (the default; ONNX Runtime
             runs them too) or "onnxruntime" (faster there; OpenVINO cannot load them).
-        overwrite: replace an earlier export in folder, once the new one is complete.
+        overwrite: replace an earlier export in folder, once the new export is complete.
         progress: print a line to stderr before each program is written, which takes seconds to minutes.
         image_check: whether to compare images of two steps with those of the pipeline in eager mode, which takes as
             long as the pipeline needs for them. Not in the layout "diffusers", whose folder another library loads.
@@ -188,7 +188,7 @@ def _describe_pipeline(pipe: DiffusionPipeline, merging: Sequence[DenoiserMergin
         "pipeline": type(pipe).__name__,
         "residuals": 0 if controlnet is None else count_residuals(controlnet),
         "vae_factor": vae_factor(pipe),
-        "merging": tuple(one.in_manifest(controlnet is not None) for one in merging),
+        "merging": tuple(of_program.in_manifest(controlnet is not None) for of_program in merging),
         "versions": {
             "ppdiffusers_tome": __version__,
             "paddle": paddle.__version__,
@@ -198,12 +198,12 @@ def _describe_pipeline(pipe: DiffusionPipeline, merging: Sequence[DenoiserMergin
 
 
 class _Writer:
-    """Writes the programs of an export, one after another; one copy of one model is in memory.
+    """Writes the programs of an export in turn; a copy of a single model is in memory.
 
     Args:
         merging: how the UNet's programs merge.
         sizes: of the UNet's programs. The first is also that of the comparison with eager, for programs of any size.
-        models: the other models.
+        models: all models but the UNet.
         folder: the folder to write to.
         layout: it has the formats to write. For "diffusers", SDXL's text encoders return the states of all layers.
         progress: print a line to stderr about each program.
@@ -239,7 +239,7 @@ class _Writer:
         _report(self._progress, f"exporting {planned.label} ({self._begun} of {total}) …")
 
     def _write_unets(self, size: Size) -> list[ProgramFile]:
-        """Write the UNet's programs of a size. As ONNX, those that only leave out keys are made from the plain one."""
+        """Write the UNet's programs of a size. As ONNX, the plain program becomes those that only leave out keys."""
         plain = PlannedProgram("unet", size, 0.0)
         edited = [merging for merging in self._merging if "onnx" in self._formats and merging.only_leaves_out_keys]
         write_plain = cache(partial(self._write_plain, plain, edited))
@@ -268,7 +268,7 @@ class _Writer:
     def _write_plain(
         self, planned: PlannedProgram, edited: Sequence[DenoiserMerging]
     ) -> "tuple[dict[Format, Files], dict[DenoiserMerging, Edit]]":
-        """Write a plain UNet; returns its files, and the edits that make other programs of it.
+        """Write a plain UNet; returns its files, and the edits that make the programs that merge of it.
 
         If the export has no plain UNets, it is written as ONNX for the edits only, and is not compared.
         """
@@ -369,12 +369,12 @@ def _onnx_place(planned: PlannedProgram) -> str:
     return f"onnx/{planned.name}.onnx"
 
 
-def share_weights(params: Path, others: list[Path]) -> Path:
+def share_weights(params: Path, written: list[Path]) -> Path:
     """The file to read weights from: one of `others` that equals `params`, which is then deleted, or `params`."""
-    for other in dict.fromkeys(others):
-        if filecmp.cmp(other, params, shallow=False):
+    for earlier in dict.fromkeys(written):
+        if filecmp.cmp(earlier, params, shallow=False):
             params.unlink()
-            return other
+            return earlier
     return params
 
 

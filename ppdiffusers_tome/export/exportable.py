@@ -1,7 +1,7 @@
 """Which pipelines can be exported, and what an export takes from them where the request leaves it open.
 
 An export stands for a pipeline: what the pipeline does because of the class or the config of a component is the same
-with programs in its place. `STANDS_FOR` has the classes and configs of which this is true; all others are refused.
+with programs in its place. `STANDS_FOR` has the classes and configs of which this is true; the rest is refused.
 """
 
 import importlib
@@ -55,7 +55,7 @@ class Replaceable:
         component: the model's name in a pipeline.
         classes: its classes; subclasses are allowed too.
         config: of entries of its config that change what a pipeline does with the model: the values that are allowed,
-            and what the pipeline or the model does at any other.
+            and what the pipeline or the model does at any other value.
     """
 
     component: str
@@ -150,11 +150,11 @@ def check_merging(pipe: DiffusionPipeline, merging: Iterable[DenoiserMerging]) -
         ToMeConfigError, NoMergeableLayerError: as `attach`.
     """
     controlnet = controlnet_of(pipe)
-    for one in merging:
-        if one.unet is not None:
-            choose_blocks(pipe.unet, one.unet, None)
-        if one.controlnet is not None and controlnet is not None:
-            choose_blocks(controlnet, one.unet or one.controlnet, one.controlnet)
+    for of_program in merging:
+        if of_program.unet is not None:
+            choose_blocks(pipe.unet, of_program.unet, None)
+        if of_program.controlnet is not None and controlnet is not None:
+            choose_blocks(controlnet, of_program.unet or of_program.controlnet, of_program.controlnet)
 
 
 def defaults_of(pipe: DiffusionPipeline) -> ModelDefaults:

@@ -46,7 +46,7 @@ class ImageCase(NamedTuple):
 
     Args:
         merging: which program of the UNet runs, and how the pipeline merges.
-        starts_from_image: by the image-to-image pipeline over the models of one for text-to-image.
+        starts_from_image: by the image-to-image pipeline over the models of a pipeline for text-to-image.
     """
 
     merging: DenoiserMerging
@@ -79,7 +79,7 @@ def compare_images(
     finally:
         paddle.set_rng_state(states[0])
         paddle.set_cuda_rng_state(states[1])
-    differences = [float(np.abs(one - other).max()) for one, other in zip(actual, expected, strict=True)]
+    differences = [float(np.abs(image - wanted).max()) for image, wanted in zip(actual, expected, strict=True)]
     for case, difference in zip(cases, differences, strict=True):
         if not difference <= TOLERANCE:
             kind = "an image from another image" if case.starts_from_image else "an image"
@@ -94,8 +94,8 @@ def compare_images(
 
 
 def image_cases(manifest: Manifest, merging: Sequence[DenoiserMerging]) -> list[ImageCase]:
-    """The images to compare: as few as use the first program that merges, a plain one, and each pipeline once."""
-    merged, plain = ([one for one in merging if bool(one.ratio) == merges][:1] for merges in (True, False))
+    """The images to compare: as few as use the first program that merges, a plain program, and each pipeline once."""
+    merged, plain = ([way for way in merging if bool(way.ratio) == merges][:1] for merges in (True, False))
     programs = [*merged, *plain]
     has_both = manifest.image_to_image and manifest.pipeline in FROM_IMAGE
     starts = [False, True] if has_both else [False]

@@ -24,7 +24,7 @@ class PpdiffusersLayout:
         format: one of EXPORT_FORMATS.
 
     Raises:
-        ToMeConfigError: it is another.
+        ToMeConfigError: it is a different value.
     """
 
     format: str
@@ -86,7 +86,7 @@ def choose_layout(layout: str, format: str | None, runtime: str | None) -> Layou
     """The layout that the arguments of `export_pipeline` name; None is the layout's own format, or its own runtime.
 
     Raises:
-        ToMeConfigError, ToMeExportError: as the classes of layouts, or a value belongs to the other layout.
+        ToMeConfigError, ToMeExportError: as the classes of layouts, or a value belongs to a different layout.
     """
     if layout not in LAYOUTS:
         raise ParameterError("layout", layout, f"it must be one of {[*LAYOUTS]}.")

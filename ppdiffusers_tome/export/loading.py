@@ -102,18 +102,24 @@ def _read_index(model: str) -> dict[str, Any]:
 
 
 def load_eager_pipeline(
-    model: str, controlnet: str | None = None, safety_checker: bool = True, dtype: str = "float32"
+    model: str,
+    controlnet: str | None = None,
+    safety_checker: bool = True,
+    dtype: str = "float32",
+    needs_controlnet: bool = False,
 ) -> DiffusionPipeline:
-    """Load a pipeline that is not exported, as `export_pipeline` needs it, or in another dtype for `compare`.
+    """Load a pipeline that is not exported, as `export_pipeline` needs it, or in a different dtype for `compare`.
 
     Args:
         model: folder in the format of ppdiffusers or diffusers, or hub name.
         controlnet: the same for a ControlNet; the pipeline is then a StableDiffusionControlNetPipeline.
-        safety_checker: False drops the safety checker, if there is one; a pipeline with one cannot be exported.
+        safety_checker: False drops a safety checker; a pipeline with a safety checker cannot be exported.
         dtype: of the weights: "float32" or, on a GPU, "float16".
+        needs_controlnet: whether an option is for a ControlNet, which the pipeline must then have.
 
     Raises:
-        ToMeConfigError: a folder does not exist and is not a valid hub name, or `require_model_folder` rejects it.
+        ToMeConfigError: a folder does not exist and is not a valid hub name, `require_model_folder` rejects it, or
+            there is no ControlNet, and it is needed.
         ToMeExportError: ppdiffusers cannot load it.
     """
     if controlnet is not None and not Path(controlnet).is_dir():
@@ -121,6 +127,11 @@ def load_eager_pipeline(
     require_model_folder(model, hub_names=True)
     with _explaining(model):
         index = _read_index(model) if Path(model).is_dir() else download_index(model)
+    if needs_controlnet and controlnet is None and index.get("controlnet") in (None, [None, None]):
+        raise ToMeConfigError(
+            f"--controlnet-ratio needs a ControlNet, and {model} has none: pass --controlnet DIR, or leave "
+            "--controlnet-ratio out."
+        )
     # ppdiffusers asks for what the folder says is absent, such as the third text encoder of Stable Diffusion 3.
     dropped: dict[str, Any] = {name: None for name, part in index.items() if part == [None, None]}
     cls = DiffusionPipeline if controlnet is None else StableDiffusionControlNetPipeline
@@ -129,7 +140,7 @@ def load_eager_pipeline(
         has_checker = "safety_checker" in inspect.signature(own).parameters
         dropped |= {"safety_checker": None, "requires_safety_checker": False} if has_checker else {}
     networks = {} if controlnet is None else {"controlnet": _load(ControlNetModel, controlnet, dtype)}
-    return _load(cls, model, dtype, **networks, **dropped)
+    return _load(cls, model, dtype, **dropped | networks)
 
 
 def _load(cls: type[DiffusionPipeline | ControlNetModel], model: str, dtype: str, **components: Any) -> Any:

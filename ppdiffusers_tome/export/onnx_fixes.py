@@ -45,7 +45,7 @@ def _undo_casts_of_integers(model: onnx.ModelProto) -> None:
 
 
 def _whole_number(graph: Graph, node: onnx.NodeProto) -> np.ndarray | None:
-    """The whole number that an Add or Mul node combines with its first input, as int64; None for any other node."""
+    """The whole number that an Add or Mul node combines with its first input, as int64; None for different nodes."""
     value = graph.constant(node.input[1]) if node.op_type in ("Add", "Mul") else None
     if value is None or value.size != 1 or value != value.round():
         return None
@@ -55,7 +55,7 @@ def _whole_number(graph: Graph, node: onnx.NodeProto) -> np.ndarray | None:
 def _scatter_elements(model: onnx.ModelProto) -> None:
     """Add rows by ScatterElements in place of ScatterND, where each index is the number of a row.
 
-    If several rows are added to the same one, ONNX Runtime's ScatterND loses some of them with several threads. Sums
+    If several rows are added to the same row, ONNX Runtime's ScatterND loses some of them with several threads. Sums
     into single elements, whose indices have several columns, or of unknown rank stay as they are.
     """
     if not any(node.op_type == "ScatterND" for node in model.graph.node):  # as with the default method

@@ -19,7 +19,7 @@ class Interface:
 
     Args:
         outputs: the names of the program's outputs, in their order.
-        joined: the name of one output [B, C, h, w] that has all of these, one after another along its channels; None:
+        joined: the name of an output [B, C, h, w] that joins all of these along its channels; None:
             they stay as they are.
         feature_maps: height and width of inputs and outputs [B, C, h, w], by their names.
     """
@@ -30,11 +30,11 @@ class Interface:
 
 
 def write_model(source: Path, target: Path, interface: Interface, runtime: str) -> None:
-    """Write one model as the loaders read it, and move its weights beside it.
+    """Write a model as the loaders read it, and move its weights beside it.
 
     Args:
         source: the `.onnx` file of an export.
-        target: the one to write.
+        target: the file to write.
         runtime: one of `layouts.RUNTIMES`, whose form of attention the model gets.
     """
     program = onnx.load(str(source), load_external_data=False)
@@ -59,7 +59,7 @@ def write_model(source: Path, target: Path, interface: Interface, runtime: str) 
             del tensor.external_data[:]
             set_places(tensor, places | {"location": weights.name})
     for name in moved:
-        shutil.move(source.with_name(name), weights)  # one file: all weights of a model are in one
+        shutil.move(source.with_name(name), weights)  # a single file has all weights of a model
     onnx.save(program, str(target))
     if runtime == "openvino":
         onnx.checker.check_model(str(target))  # it does not know the operators of ONNX Runtime
@@ -111,16 +111,16 @@ def _declare_timestep(graph: onnx.GraphProto, value: onnx.ValueInfoProto, runtim
     """
     name = value.name
     for node in graph.node:
-        node.input[:] = [f"{name}.float" if other == name else other for other in node.input]
+        node.input[:] = [f"{name}.float" if taken == name else taken for taken in node.input]
     if runtime == "openvino":
         value.type.tensor_type.elem_type = TensorProto.INT64
         nodes = [helper.make_node("Cast", [name], [f"{name}.float"], to=TensorProto.FLOAT)]
     else:
         del value.type.tensor_type.shape.dim[:]
-        one = helper.make_tensor(f"{name}.shape", TensorProto.INT64, [1], [1])
+        shape = helper.make_tensor(f"{name}.shape", TensorProto.INT64, [1], [1])
         nodes = [
-            helper.make_node("Constant", [], [one.name], value=one),
-            helper.make_node("Reshape", [name, one.name], [f"{name}.float"]),
+            helper.make_node("Constant", [], [shape.name], value=shape),
+            helper.make_node("Reshape", [name, shape.name], [f"{name}.float"]),
         ]
     for node in reversed(nodes):
         graph.node.insert(0, node)

@@ -36,7 +36,7 @@ class MergingBlock:
 
 @dataclass(frozen=True)
 class Edit:
-    """What makes the plain ONNX program of a denoiser one that merges.
+    """What makes a program that merges of the plain ONNX program of a denoiser.
 
     Args:
         comparison: with the denoiser in eager mode, where it merges this way.
@@ -47,10 +47,10 @@ class Edit:
     blocks: list[MergingBlock]
 
     def write(self, plain: Path, target: Path, weights: SharedWeights) -> None:
-        """Write a program that merges, from the plain one beside it.
+        """Write a program that merges, from the plain program beside it.
 
         Args:
-            plain: the plain one's `.onnx` file.
+            plain: the `.onnx` file of the plain program.
             target: the `.onnx` file to write.
             weights: the file of weights of both.
 
@@ -66,7 +66,7 @@ class Edit:
 def prepare_edits(
     traceable: Traceable, dims: Mapping[str, int], merging: Iterable[DenoiserMerging]
 ) -> dict[DenoiserMerging, Edit]:
-    """The edits of a denoiser's plain program, one for each way to merge: it runs so in eager mode, and then is plain.
+    """The edits of a denoiser's plain program by the way to merge; it runs so in eager mode, and then is plain.
 
     Args:
         traceable: the denoiser.
@@ -74,10 +74,10 @@ def prepare_edits(
     """
     denoiser, edits = traceable.layer, {}
     assert isinstance(denoiser, Denoiser)
-    for one in merging:
-        merge_by(denoiser, *one.configs)
+    for way in merging:
+        merge_by(denoiser, *way.configs)
         comparison = Comparison(traceable, dims)
-        edits[one] = Edit(comparison, merging_blocks(denoiser))
+        edits[way] = Edit(comparison, merging_blocks(denoiser))
     merge_by(denoiser, None, None)
     return edits
 
@@ -95,10 +95,12 @@ def merging_blocks(denoiser: Denoiser) -> list[MergingBlock]:
             if kept == grid.tokens:
                 continue
             projections = block.family.attention.image
-            layers = [getattr(one, part) for one in block.sublayers["attn"] for part in (projections.k, projections.v)]
+            layers = [
+                getattr(layer, part) for layer in block.sublayers["attn"] for part in (projections.k, projections.v)
+            ]
             table = placement.config.constants(grid, kept, block.index)
             plain = plain_steps_of(block.family.is_flow) if placement.config.has_plain_steps else None
-            weights = tuple(tuple(one.name for one in layer.parameters()) for layer in layers)
+            weights = tuple(tuple(weight.name for weight in layer.parameters()) for layer in layers)
             found.append(MergingBlock(f"{name}.{block.path}", weights, KeysByTable(table, grid.tokens, plain)))
     return found
 
@@ -121,7 +123,7 @@ def find_projections(model: onnx.ModelProto, blocks: Iterable[MergingBlock]) -> 
                     f"{block.name}: no product of the ONNX program has a weight of its projections ({weights[0]}), so "
                     "its keys cannot be left out: export it with --format paddle."
                 )
-            # Products with other inputs are of what the first ones compute, as in a LoRA
+            # Products with different inputs are of what the first products compute, as in a LoRA
             tokens = graph.before_casts(own[0].input[0])
             projections += [node.output[0] for node in own if graph.before_casts(node.input[0]) == tokens]
         found.append(BlockKeys(block.name, tuple(projections), block.keys))

@@ -35,15 +35,15 @@ class Stored:
     end: int
 
 
-def weights_to_inputs(program: dict[str, Any], params: Path, others: Path) -> dict[str, Stored]:
-    """Turn the weights of a program into inputs, and write its other parameters, such as biases, to a file.
+def weights_to_inputs(program: dict[str, Any], params: Path, rest: Path) -> dict[str, Stored]:
+    """Turn the weights of a program into inputs, and write all further parameters, such as biases, to a file.
 
     A weight is a float32 parameter of two or more dimensions.
 
     Args:
         program: the content of a `.json` program, which changes.
         params: its `.pdiparams` file.
-        others: the file to write.
+        rest: the file to write.
 
     Returns:
         The weights, by name.
@@ -54,7 +54,7 @@ def weights_to_inputs(program: dict[str, Any], params: Path, others: Path) -> di
     operators = program["program"]["regions"][0]["blocks"][0]["ops"]
     parameters = sorted((op for op in operators if op["#"] == PARAMETER), key=_name)
     weights = {}
-    with params.open("rb") as source, others.open("wb") as target:
+    with params.open("rb") as source, rest.open("wb") as target:
         stored = list(_read_records(source))  # in the order of their names
         shapes = [[tensor.shape for tensor in stored], [_type(parameter)[1] for parameter in parameters]]
         if shapes[0] != shapes[1]:

@@ -68,7 +68,7 @@ class ModelWrapper(nn.Layer):
 
 
 class TextEncoder(ModelWrapper):
-    """Text encoder of Stable Diffusion: the last hidden state [B, T, D] and the pooled one [B, D]."""
+    """Text encoder of Stable Diffusion: the last hidden state [B, T, D] and the pooled state [B, D]."""
 
     def forward(self, input_ids: paddle.Tensor) -> tuple[paddle.Tensor, ...]:
         out = self.model(input_ids, return_dict=True)
@@ -76,19 +76,19 @@ class TextEncoder(ModelWrapper):
 
 
 class TextEncoderXL(ModelWrapper):
-    """Text encoders of SDXL: the penultimate hidden state [B, T, D] and the pooled (second: projected) one [B, D]."""
+    """Text encoders of SDXL: penultimate hidden state [B, T, D] and pooled (in the second: projected) state [B, D]."""
 
     def forward(self, input_ids: paddle.Tensor) -> tuple[paddle.Tensor, ...]:
         out = self.model(input_ids, output_hidden_states=True, return_dict=True)
-        # Without a projection the first output is the last hidden state, which SDXL reads as the pooled one.
+        # Without a projection the first output is the last hidden state, which SDXL reads as the pooled state.
         return out.hidden_states[-2], out[0]
 
 
 class TextEncoderStates(ModelWrapper):
     """Text encoder with the states of all its layers: its two outputs, and the input [B, T, D] and output of each.
 
-    The two outputs are the last hidden state and the pooled one, or with a projection the pooled and projected one
-    [B, D] and the last hidden state.
+    The two outputs are the last hidden state and the pooled state, or with a projection the pooled and projected
+    state [B, D] and the last hidden state.
     """
 
     def forward(self, input_ids: paddle.Tensor) -> tuple[paddle.Tensor, ...]:
@@ -112,7 +112,7 @@ class VaeDecoder(ModelWrapper):
 
 
 class Denoiser(nn.Layer):
-    """UNet of Stable Diffusion or SDXL, fused with a ControlNet if there is one: the prediction [B, C, h, w]."""
+    """UNet of Stable Diffusion or SDXL, perhaps fused with a ControlNet: the prediction [B, C, h, w]."""
 
     def __init__(self, unet: nn.Layer, controlnet: nn.Layer | None) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Denoiser(nn.Layer):
         timestep: paddle.Tensor,
         encoder_hidden_states: paddle.Tensor,
         controlnet_cond: paddle.Tensor | None = None,
-        controlnet_conditioning_scale: Any = None,  # [residuals]: one for each, as ppdiffusers passes them
+        controlnet_conditioning_scale: Any = None,  # [residuals]: a scale for each, as ppdiffusers passes them
         **added: paddle.Tensor,  # SDXL's text_embeds and time_ids
     ) -> paddle.Tensor:
         arguments = {"encoder_hidden_states": encoder_hidden_states, "added_cond_kwargs": added or None}
@@ -207,7 +207,7 @@ def text_encoder(model: nn.Layer, is_xl: bool, all_states: bool = False) -> Trac
 
     Args:
         is_xl: of SDXL.
-        all_states: in SDXL, return the states of all layers, not only the penultimate one.
+        all_states: in SDXL, return the states of all layers, not only the penultimate state.
     """
     ids = Input("input_ids", ("batch", "tokens"), _integers(model.config.vocab_size), "int64")
     layer = (TextEncoderStates if all_states else TextEncoderXL) if is_xl else TextEncoder

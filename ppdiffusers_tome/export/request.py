@@ -79,17 +79,17 @@ class ExportRequest:
 
     Args:
         folder: must be new or empty, unless overwrite.
-        merging: one for each ratio; the first is the default. None: what is applied to the pipeline.
+        merging: a way to merge for each ratio; the first is the default. None: what is applied to the pipeline.
         sizes: each once. None: the UNet's default size.
         layout: the layout of the folder, and the formats of its programs.
         image_to_image: also write the VAE's encoder.
-        overwrite: replace an earlier export in `folder`, once the new one is complete.
+        overwrite: replace an earlier export in `folder`, once the new export is complete.
         progress: print a line to stderr before each program is written.
         image_check: compare images with those of the pipeline, in ppdiffusers' layout.
 
     Raises:
         ToMeConfigError: there are no ratios or sizes, or several for a layout with one.
-        FolderError: the folder cannot be written, or has other content.
+        FolderError: the folder cannot be written, or has content that is not an export.
         ToMeExportError: a package that the formats need is not installed.
     """
 
@@ -130,16 +130,15 @@ class ExportRequest:
         if not merging:
             raise ToMeConfigError("ratios is empty: pass at least one, 0 for a plain program.")
         ratios: dict[str, float] = {}
-        for ratio in (one.ratio for one in merging):
-            if (other := ratios.setdefault(ratio_name(ratio), ratio)) != ratio:
+        for ratio in (way.ratio for way in merging):
+            if (same := ratios.setdefault(ratio_name(ratio), ratio)) != ratio:
                 raise ToMeConfigError(
-                    f"ratios {other!r} and {ratio!r} are the same to six digits, by which programs are named: pass "
-                    "one."
+                    f"ratios {same!r} and {ratio!r} are the same to six digits, by which programs are named: pass one."
                 )
 
     def _check_single(self) -> None:
         """Raise ToMeConfigError if there are several ratios or sizes."""
-        ratios = tuple(ratio_name(one.ratio) for one in self.merging or ())
+        ratios = tuple(ratio_name(way.ratio) for way in self.merging or ())
         for name, values in (("ratios", ratios), ("sizes", tuple(map(str, self.sizes or ())))):
             if len(values) > 1:
                 raise ParameterError(
@@ -171,7 +170,7 @@ def list_merging(configs: Sequence[ToMeConfig], controlnet: bool | float) -> tup
     """How the programs of a request merge, each ratio once; both models are plain at ratio 0.
 
     Args:
-        configs: of the UNet, one for each ratio.
+        configs: of the UNet, a config for each ratio.
         controlnet: whether, or at what ratio, a ControlNet merges; as in `apply_tome`.
 
     Raises:
@@ -181,10 +180,10 @@ def list_merging(configs: Sequence[ToMeConfig], controlnet: bool | float) -> tup
     for config in configs:
         of_controlnet = config.for_controlnet(controlnet)
         merging.append(DenoiserMerging(config, of_controlnet) if config.effective_ratio else PLAIN)
-    if configs and not any(one.ratio for one in merging) and not isinstance(controlnet, bool) and controlnet:
+    if configs and not any(way.ratio for way in merging) and not isinstance(controlnet, bool) and controlnet:
         rule = "the UNet does not merge at any of the ratios, and ratio 0 is plain in the ControlNet too."
         raise ParameterError("controlnet", controlnet, rule)
-    return tuple({one.ratio: one for one in merging}.values())
+    return tuple({way.ratio: way for way in merging}.values())
 
 
 def list_sizes(sizes: Iterable[tuple[int, int]] | int | None) -> tuple[Size, ...] | None:

@@ -130,7 +130,7 @@ class TracedProgram:
 def convert(
     traceable: Traceable, planned: PlannedProgram, folder: Path, dims: Mapping[str, int], converter: Converter
 ) -> Path:
-    """Write a program as folder/inference.onnx, and compare nothing: others are made from it, and compared.
+    """Write a program as folder/inference.onnx, and compare nothing: the programs that are made from it are compared.
 
     Arguments and errors are those of `TracedProgram`.
     """
@@ -140,7 +140,7 @@ def convert(
 
 
 def fixed_dims(planned: PlannedProgram, dims: Mapping[str, int]) -> dict[str, int]:
-    """The dimensions that have one size in a program: in one with a size all but the text's length."""
+    """The dimensions that have one size in a program: in a program of a size all but the text's length."""
     return {name: size for name, size in dims.items() if name != "tokens"} if planned.size else {}
 
 
@@ -176,7 +176,7 @@ def write_program(traceable: Traceable, folder: Path, fixed: Mapping[str, int], 
     Args:
         traceable: the layer, which must not be used afterwards.
         folder: it is created if it does not exist.
-        fixed: dimensions that have one size in the program; all other named ones are dynamic.
+        fixed: dimensions that have one size in the program; all other named dimensions are dynamic.
         label: what the layer is, for errors.
 
     Returns:

@@ -1,28 +1,31 @@
 """How often a pass applies the weights of each layer of a denoiser: what is known of its parts, for counting MACs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from paddle import nn
 
 from ..grid import Grid
-from .blocks import MergeableBlock, find_blocks, is_one_of
+from .blocks import MergeableBlock, is_one_of
 from .grids import grid_at, level_of
 from .stream import Text
 
 
-def is_countable(denoiser: nn.Layer) -> bool:
-    """Whether the MACs of all layers of a model follow from their shapes and places."""
-    families = {id(block.family): block.family for block in find_blocks(denoiser)}.values()
+def is_countable(denoiser: nn.Layer, blocks: Sequence[MergeableBlock]) -> bool:
+    """Whether the MACs of all layers of a model with these blocks follow from their shapes and places."""
+    families = {id(block.family): block.family for block in blocks}.values()
     has_more = any(getattr(denoiser, name, None) not in (None, False) for f in families for name in f.uncounted)
     is_counted = all(f.text_tokens is not None or is_one_of(denoiser, f.counted) for f in families)
     return bool(families) and is_counted and not has_more
 
 
-def applications_of_layers(denoiser: nn.Layer, latent: Grid, text: int, frames: int) -> Iterator[tuple[nn.Layer, int]]:
+def applications_of_layers(
+    denoiser: nn.Layer, blocks: Sequence[MergeableBlock], latent: Grid, text: int, frames: int
+) -> Iterator[tuple[nn.Layer, int]]:
     """The linear layers and convolutions of a denoiser outside layers that can merge, and how often each is applied.
 
     Args:
         denoiser: the model; `is_countable` must be true for it.
+        blocks: all of its mergeable blocks.
         latent: height and width of its latents.
         text: text tokens that attention sees.
         frames: latent frames of a video.
@@ -30,7 +33,6 @@ def applications_of_layers(denoiser: nn.Layer, latent: Grid, text: int, frames: 
     if hasattr(denoiser, "down_blocks"):
         yield from _applications_of_unet(denoiser, latent)
         return
-    blocks = find_blocks(denoiser)
     yield from _applications_of_transformer(denoiser, frames * blocks[0].grid(latent).tokens, text, blocks)
 
 
@@ -51,17 +53,17 @@ def _applications_of_unet(unet: nn.Layer, latent: Grid) -> Iterator[tuple[nn.Lay
 
 
 def _applications_of_transformer(
-    transformer: nn.Layer, tokens: int, text: int, blocks: list[MergeableBlock]
+    transformer: nn.Layer, tokens: int, text: int, blocks: Sequence[MergeableBlock]
 ) -> Iterator[tuple[nn.Layer, int]]:
     family = blocks[0].family
-    facts_by_prefix = {f"{block.path}.": block.facts for block in blocks}
-    text_layers = {*family.text_layers, *(name for block in blocks for name in block.facts.text_layers)}
+    spec_by_prefix = {f"{block.path}.": block.spec for block in blocks}
+    text_layers = {*family.text_layers, *(name for block in blocks for name in block.spec.text_layers)}
     for path, layer in transformer.named_sublayers():
         if not isinstance(layer, (nn.Linear, nn.Conv2D, nn.Conv3D)):
             continue
-        prefix = next((prefix for prefix in facts_by_prefix if path.startswith(prefix)), "")
+        prefix = next((prefix for prefix in spec_by_prefix if path.startswith(prefix)), "")
         names = path.removeprefix(prefix).split(".")
-        if prefix and names[0] in facts_by_prefix[prefix].merging_layers:
+        if prefix and names[0] in spec_by_prefix[prefix].merging_layers:
             continue
         if any(name.startswith(family.timestep_layers) for name in names):
             times = 1  # embeddings of the timestep, and norms that it modulates
@@ -76,9 +78,8 @@ def _applications_of_transformer(
         yield layer, times
 
 
-def attentions_of_text(denoiser: nn.Layer) -> Iterator[nn.Linear]:
-    """The projections of queries of attention over the text alone, outside of blocks, as in HunyuanVideo."""
-    blocks = find_blocks(denoiser)
+def attentions_of_text(denoiser: nn.Layer, blocks: Sequence[MergeableBlock]) -> Iterator[nn.Linear]:
+    """The projections of queries of attention over the text alone, outside of all blocks, as in HunyuanVideo."""
     if hasattr(denoiser, "down_blocks"):
         return
     prefixes = tuple(f"{block.path}." for block in blocks)
@@ -95,7 +96,7 @@ def applications_of_attention(
     Args:
         block: the block.
         name: "attn", "crossattn" or "mlp".
-        layer: one of the block's layers of that name.
+        layer: a layer of the block, of that name.
         queries, keys: image tokens of queries, and of keys and values.
         text: text tokens, which are added where they pass through the same layers.
     """
@@ -131,4 +132,4 @@ def image_keys(block: MergeableBlock, name: str, layer: nn.Layer) -> int:
 
 def _text_in_sequence(block: MergeableBlock, text: int) -> int:
     """Text tokens that pass through the same layers as the image."""
-    return text if block.facts.text not in (None, Text.OWN_PROJECTIONS) else 0
+    return text if block.spec.text not in (None, Text.OWN_PROJECTIONS) else 0

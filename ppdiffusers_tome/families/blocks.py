@@ -11,7 +11,7 @@ from ppdiffusers.models.embeddings import GaussianFourierProjection
 from ..errors import ToMeConfigError
 from ..grid import Grid
 from .grids import grid_of_latents, level_of
-from .table import FAMILIES, INSIDE_UNET, WITHOUT_PIXELS, Block, Family
+from .table import FAMILIES, INSIDE_UNET, WITHOUT_PIXELS, BlockSpec, Family
 
 
 @dataclass(frozen=True)
@@ -21,35 +21,35 @@ class MergeableBlock:
     path: str  # in its denoiser, e.g. "down_blocks.0.attentions.0.transformer_blocks.0"
     index: int  # position among all such blocks of its denoiser, whatever their level
     level: int  # downsample factor of the feature map: tokens per side = latent pixels per side / level
-    transformer: nn.Layer  # the transformer around the block: of a UNet one of many, otherwise the denoiser itself
+    transformer: nn.Layer  # the transformer around the block: in a UNet one of several, otherwise the denoiser itself
     grid_layer: nn.Layer  # its first layer, whose input shows the token grid whatever calls it
-    block: nn.Layer  # the transformer block itself
+    layer: nn.Layer  # the transformer block itself
     timestep_layer: nn.Layer | None  # a layer of the denoiser whose first argument is the timestep
     family: Family  # of the transformer
-    facts: Block  # of the class of the block
-    is_in_unet: bool  # whether its denoiser is a UNet, or the ControlNet of one
+    spec: BlockSpec  # describes the class of the block
+    is_in_unet: bool  # whether its denoiser is a UNet, or the ControlNet of a UNet
 
     @property
     def sees_timestep(self) -> bool:
         """Whether the timestep of a pass can be read, from a layer of the denoiser or from the block's arguments."""
-        return self.timestep_layer is not None or gets_timestep(self.block, self.facts)
+        return self.timestep_layer is not None or gets_timestep(self.layer, self.spec)
 
     @property
     def merges_queries(self) -> bool:
         """Whether layers can run on merged tokens, as in tomesd: in `BasicTransformerBlock`s of UNets."""
-        return self.is_in_unet and self.facts.follows_tomesd
+        return self.is_in_unet and self.spec.follows_tomesd
 
     @property
     def sublayers(self) -> dict[str, tuple[nn.Layer, ...]]:
         """The layers around which tokens can merge, under the names of the `merge_…` settings."""
-        facts = self.facts
-        paths_by_setting = {"attn": facts.attn, "crossattn": facts.crossattn, "mlp": facts.mlp}
-        if getattr(self.block, facts.only_crossattn, False):
+        spec = self.spec
+        paths_by_setting = {"attn": spec.attn, "crossattn": spec.crossattn, "mlp": spec.mlp}
+        if getattr(self.layer, spec.only_crossattn, False):
             # In Stable Diffusion's upscaler the first attention is to text too.
-            paths_by_setting |= {"attn": (), "crossattn": facts.attn + facts.crossattn}
+            paths_by_setting |= {"attn": (), "crossattn": spec.attn + spec.crossattn}
         layers_by_setting = {}
         for setting, paths in paths_by_setting.items():
-            layers = tuple(layer for path in paths if (layer := getattr(self.block, path, None)) is not None)
+            layers = tuple(layer for path in paths if (layer := getattr(self.layer, path, None)) is not None)
             if layers:
                 layers_by_setting[setting] = layers
         return layers_by_setting
@@ -57,22 +57,22 @@ class MergeableBlock:
     @property
     def is_chunked(self) -> bool:
         """Whether the block calls its feed-forward layer in chunks, see `enable_forward_chunking`."""
-        return is_chunked(self.block, self.facts)
+        return is_chunked(self.layer, self.spec)
 
     def grid(self, latent: Grid) -> Grid:
         """The token grid of the block for a grid of latents."""
         return grid_of_latents(self.grid_layer, self.level, latent)
 
 
-def gets_timestep(block: nn.Layer, facts: Block) -> bool:
+def gets_timestep(layer: nn.Layer, spec: BlockSpec) -> bool:
     """Whether a block gets the timestep itself, which its norm embeds, as in DiT and VQ-Diffusion."""
-    norms = (getattr(block, name, False) for name in ("use_ada_layer_norm", "use_ada_layer_norm_zero"))
-    return facts.timestep is not None and any(norms)
+    norms = (getattr(layer, name, False) for name in ("use_ada_layer_norm", "use_ada_layer_norm_zero"))
+    return spec.timestep is not None and any(norms)
 
 
-def is_chunked(block: nn.Layer, facts: Block) -> bool:
+def is_chunked(layer: nn.Layer, spec: BlockSpec) -> bool:
     """Whether a block calls its feed-forward layer in chunks, see `enable_forward_chunking`."""
-    return getattr(block, facts.chunk_size, None) is not None
+    return getattr(layer, spec.chunk_size, None) is not None
 
 
 def find_blocks(denoiser: nn.Layer) -> list[MergeableBlock]:
@@ -80,9 +80,9 @@ def find_blocks(denoiser: nn.Layer) -> list[MergeableBlock]:
     blocks: list[MergeableBlock] = []
     for path, transformer, family in _transformers(denoiser):
         level = level_of(denoiser, path)
-        for name, block in _members(transformer, family):
-            facts = _facts_of(block, family)
-            if facts is None:
+        for name, layer in _members(transformer, family):
+            spec = _spec_of(layer, family)
+            if spec is None:
                 continue
             mergeable = MergeableBlock(
                 path=f"{path}.{name}".lstrip("."),
@@ -91,9 +91,9 @@ def find_blocks(denoiser: nn.Layer) -> list[MergeableBlock]:
                 transformer=transformer,
                 grid_layer=_grid_layer(transformer, family),
                 timestep_layer=_timestep_layer(denoiser, family),
-                block=block,
+                layer=layer,
                 family=family,
-                facts=facts,
+                spec=spec,
                 is_in_unet=hasattr(denoiser, "down_blocks"),
             )
             blocks.append(mergeable)
@@ -144,12 +144,12 @@ def is_one_of(layer: Any, classes: Collection[type | str]) -> bool:
     return any(cls in classes or cls.__name__ in classes for cls in type(layer).__mro__)
 
 
-def _facts_of(block: nn.Layer, family: Family) -> Block | None:
-    """The family's facts for the class of a block, or for a parent class; None if there are none."""
-    for cls in type(block).__mro__:
-        facts = family.blocks.get(cls) or family.blocks.get(cls.__name__)
-        if facts is not None:
-            return facts
+def _spec_of(layer: nn.Layer, family: Family) -> BlockSpec | None:
+    """The family's description of the class of a layer, or of a parent class; None if the layer is no block."""
+    for cls in type(layer).__mro__:
+        spec = family.blocks.get(cls) or family.blocks.get(cls.__name__)
+        if spec is not None:
+            return spec
     return None
 
 

@@ -94,7 +94,7 @@ def grid_of_ids(ids: paddle.Tensor) -> Grid:
 
 
 def check_ids(ids: paddle.Tensor, grid: Grid | None) -> Grid:
-    """Return the grid for which a program is traced, and let the program fail for positions of another grid.
+    """Return the grid for which a program is traced, and let the program fail for positions of a different grid.
 
     Raises:
         ToMePassError: grid is None.

@@ -30,7 +30,7 @@ def attention_label(layer: nn.Layer, family: Family) -> str:
     processor = type(family.attention.computed_by(layer))
     if family.attention.processor is None or processor.__name__ == family.only_processor:
         return f"{processor.__name__} ({BY_PADDLE})"
-    # A subclass with a `__call__` of its own may compute in another way.
+    # A subclass with a `__call__` of its own may compute in a different way.
     computing = next((cls for cls in processor.__mro__ if "__call__" in vars(cls)), None)
     return f"{processor.__name__} ({FUSION.get(computing, 'not known whether fused')})"
 

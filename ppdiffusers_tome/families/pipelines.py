@@ -1,14 +1,23 @@
 """The models of a pipeline: which of them denoise, and what the pipeline passes to them."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import paddle
 from paddle import nn
 from ppdiffusers import DiffusionPipeline
 
 from ..errors import ToMeConfigError
-from .blocks import find_blocks, is_denoiser
+from .blocks import MergeableBlock, find_blocks, is_denoiser
 from .table import FAMILIES
+
+
+class DenoiserBlocks(NamedTuple):
+    """A denoiser of a pipeline, and its blocks: `find_denoisers` looks for them once, and hands them on."""
+
+    name: str  # in the pipeline
+    model: nn.Layer
+    blocks: list[MergeableBlock]
 
 
 def components(target: Any) -> dict[str, Any]:
@@ -58,10 +67,19 @@ def denoisers(target: Any) -> dict[str, nn.Layer]:
         for path, layer in component.named_sublayers(include_self=True):
             if prefix is not None and path.startswith(prefix):
                 continue
-            if is_denoiser(layer) and not any(layer is other for other in by_name.values()):
+            if is_denoiser(layer) and not any(layer is known for known in by_name.values()):
                 by_name[f"{name}.{path}" if path else name] = layer
                 prefix = f"{path}." if path else ""
     return by_name
+
+
+def find_denoisers(target: Any) -> list[DenoiserBlocks]:
+    """The `denoisers` of a pipeline or model, each with its blocks.
+
+    Raises:
+        ToMeConfigError: as `components`.
+    """
+    return [DenoiserBlocks(name, model, find_blocks(model)) for name, model in denoisers(target).items()]
 
 
 def why_nothing_merges(target: Any) -> str:
@@ -93,30 +111,39 @@ def half_on_cpu(target: Any) -> list[str]:
     return labels
 
 
-def count_frames(target: Any, frames: int | None) -> int | None:
+def count_frames(found: Sequence[DenoiserBlocks], frames: int | None) -> int | None:
     """Frames of one sequence of tokens: 1 for images; of a video those given, or of the config; None if unknown."""
-    models = list(denoisers(target).values())
-    if not any(block.family.has_frames for model in models for block in find_blocks(model)):
+    if not any(block.family.has_frames for denoiser in found for block in denoiser.blocks):
         return 1
-    configs = [getattr(model, "config", {}) for model in models]
+    configs = [getattr(denoiser.model, "config", {}) for denoiser in found]
     known = [(c["sample_frames"] - 1) // c["temporal_compression_ratio"] + 1 for c in configs if "sample_frames" in c]
     return frames or next(iter(known), None)
 
 
-def vae_factor(pipe: DiffusionPipeline) -> int:
-    """Image pixels per latent pixel, along each side; 8 in Stable Diffusion, 16 in FLUX, which packs 2×2 of them."""
-    transformer = vars(pipe).get("transformer")
-    if isinstance(transformer, nn.Layer) and any(block.family.packs_latents for block in find_blocks(transformer)):
+def vae_factor(pipe: DiffusionPipeline, found: Sequence[DenoiserBlocks] | None = None) -> int:
+    """Image pixels per latent pixel, along each side; 8 in Stable Diffusion, 16 in FLUX, which packs 2×2 of them.
+
+    Args:
+        pipe: the pipeline.
+        found: its denoisers, if they are known.
+    """
+    found = find_denoisers(pipe) if found is None else found
+    if any(block.family.packs_latents for denoiser in found for block in denoiser.blocks):
         return 16
     return getattr(pipe, "vae_scale_factor", getattr(pipe, "vae_scale_factor_spatial", 8))
 
 
-def text_tokens(target: Any) -> int:
-    """Number of text tokens: those of the first block that knows them, or the tokenizer's maximum, or 77."""
-    for denoiser in denoisers(target).values():
-        for block in find_blocks(denoiser):
+def text_tokens(target: Any, found: Sequence[DenoiserBlocks] | None = None) -> int:
+    """Number of text tokens: those of the first block that knows them, or the tokenizer's maximum, or 77.
+
+    Args:
+        target: a pipeline or model.
+        found: its denoisers, if they are known.
+    """
+    for denoiser in find_denoisers(target) if found is None else found:
+        for block in denoiser.blocks:
             if block.family.text_tokens is not None:
                 return block.family.text_tokens
-    tokenizer = getattr(target, "tokenizer", None) or getattr(target, "tokenizer_2", None)  # SDXL's refiner has one
+    tokenizer = getattr(target, "tokenizer", None) or getattr(target, "tokenizer_2", None)  # as in SDXL's refiner
     length = getattr(tokenizer, "model_max_length", 77)
     return length if 0 < length < 10_000 else 77  # tokenizers without a maximum report 1e30

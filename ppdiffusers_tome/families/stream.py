@@ -12,7 +12,7 @@ class Text(Enum):
     FIRST = "first"  # in one sequence with the image, before it
     LAST = "last"  # in one sequence with the image, after it
     SHARED_PROJECTIONS = "shared projections"  # an argument of the attention, which projects it as the image
-    OWN_PROJECTIONS = "own projections"  # an argument of the attention, which has other projections for it
+    OWN_PROJECTIONS = "own projections"  # an argument of the attention, which has separate projections for it
 
     @property
     def is_in_sequence(self) -> bool:
@@ -38,7 +38,7 @@ def split(layout: Text | None, tokens: paddle.Tensor, count: int, argument: padd
     Args:
         layout: where the text is.
         tokens: [B, N, C] of the image, or [B, N + T, C] of one sequence.
-        count: N. In a sequence all other tokens count as text, such as one for the timestep.
+        count: N. In a sequence all tokens that are not of the image count as text, also a token for the timestep.
         argument: [B, T, C], the text where it is an argument of its own; an attention may do without.
     """
     if layout is None or not layout.is_in_sequence:

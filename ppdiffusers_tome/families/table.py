@@ -46,7 +46,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockSpec:
     """Describes a class of transformer blocks. Layers are named by the block's attributes; a block may lack some."""
 
     # The layers around which tokens can merge, by the names of the `merge_…` settings.
@@ -74,7 +74,7 @@ class Family:
 
     name: str  # for messages and documents
     transformers: tuple[type | str, ...]  # models whose lists of blocks contain these blocks
-    blocks: Mapping[type | str, Block]  # by the class of a block
+    blocks: Mapping[type | str, BlockSpec]  # by the class of a block
     # Paths in the transformer: the input of the first that exists has the height and width of the token grid.
     grid_layers: tuple[str, ...]
     controlnets: tuple[type | str, ...] = ()  # those models that are ControlNets
@@ -104,15 +104,15 @@ class Family:
     uncounted: tuple[str, ...] = ()  # attributes that are set in models with layers that cannot be counted
 
 
-def _joint(**facts: Any) -> Block:
+def _joint(**fields: Any) -> BlockSpec:
     """A block whose attention sees text with projections of its own."""
     own: dict[str, Any] = {"crossattn": (), "text": Text.OWN_PROJECTIONS, "text_layers": ("ff_context",)}
-    return Block(**{**own, **facts})
+    return BlockSpec(**{**own, **fields})
 
 
-def _single_stream(text: Text, gets_text: Text | None = None) -> Block:
+def _single_stream(text: Text, gets_text: Text | None = None) -> BlockSpec:
     """A block whose attention, over text and image as one sequence, is parallel to its MLP."""
-    return Block(attn=("attn",), crossattn=(), mlp=(), text=text, gets_text=gets_text)
+    return BlockSpec(attn=("attn",), crossattn=(), mlp=(), text=text, gets_text=gets_text)
 
 
 FAMILIES: list[Family] = [
@@ -120,7 +120,7 @@ FAMILIES: list[Family] = [
         name="UNets, their ControlNets, DiT and PixArt",
         transformers=(Transformer2DModel, TransformerSpatioTemporalModel),
         # The timestep is an argument in VQ-Diffusion and DiT.
-        blocks={BasicTransformerBlock: Block(timestep="timestep", follows_tomesd=True)},
+        blocks={BasicTransformerBlock: BlockSpec(timestep="timestep", follows_tomesd=True)},
         grid_layers=("latent_image_embedding", "pos_embed", "norm"),  # of VQ-Diffusion; DiT and PixArt; UNets
         timestep_inputs=("time_proj", "adaln_single"),  # of UNets and ControlNets; PixArt
         has_frame_rows=True,
@@ -164,7 +164,7 @@ FAMILIES: list[Family] = [
     Family(
         name="CogVideoX",
         transformers=("CogVideoXTransformer3DModel", "CogVideoXTransformer3DVCtrlModel"),
-        blocks={"CogVideoXBlock": Block(crossattn=(), text=Text.SHARED_PROJECTIONS)},
+        blocks={"CogVideoXBlock": BlockSpec(crossattn=(), text=Text.SHARED_PROJECTIONS)},
         grid_layers=("patch_embed.proj",),
         timestep_inputs=("time_proj",),
         only_processor="CogVideoXAttnProcessor2_0",
@@ -176,7 +176,7 @@ FAMILIES: list[Family] = [
     Family(
         name="CogVideoX's VCtrl",
         transformers=("VCtrlModel",),
-        blocks={"VCtrlBlock": Block(crossattn=())},
+        blocks={"VCtrlBlock": BlockSpec(crossattn=())},
         grid_layers=("sample_patch_embed.proj",),
         timestep_inputs=("time_proj",),
         controlnets=("VCtrlModel",),
@@ -188,7 +188,7 @@ FAMILIES: list[Family] = [
     Family(
         name="Wan",
         transformers=("WanTransformer3DModel",),
-        blocks={"WanTransformerBlock": Block(mlp=("ffn",))},
+        blocks={"WanTransformerBlock": BlockSpec(mlp=("ffn",))},
         grid_layers=("patch_embedding",),
         timestep_inputs=("condition_embedder",),
         is_flow=True,

@@ -41,7 +41,7 @@ class KeysByTable:
         if self.plain is None:
             row = nodes("Gather", [nodes.constant(f"{name}.table", self.table), turn], f"{name}.row", axis=0)
             return nodes("Reshape", [row, nodes.constant(f"{name}.kept", [kept])], f"{name}.indices")
-        # All choices in one row, after them all tokens: a step takes one of its parts.
+        # All choices in a row, after them all tokens: a step takes a part of the row.
         choices = np.concatenate([self.table.reshape(-1), np.arange(self.tokens)])
         starts = np.arange(turns + 1) * kept
         ends = np.append(starts[1:], len(choices))
@@ -77,12 +77,12 @@ class InterlacedKeys:
             return nodes(operator, inputs, f"{name}.{part}", **attributes)
 
         constant = nodes.constant
-        zero, one, side = constant("scalar_zero", 0), constant("scalar_one", 1), constant("side", SIDE)
+        zero, step, side = constant("scalar_zero", 0), constant("scalar_one", 1), constant("side", SIDE)
         shape = node("Shape", [self.feature_map], "shape")
         positions, is_inside = [], []
         for axis, sizes in (("row", 2), ("column", 3)):
             size = node("Gather", [shape, constant(f"axis{sizes}", sizes)], f"{axis}s", axis=0)
-            number = node("Range", [zero, size, one], axis)
+            number = node("Range", [zero, size, step], axis)
             rest = node("Mod", [size, side], f"{axis}s_outside")
             is_inside.append(node("Less", [number, node("Sub", [size, rest], f"{axis}s_inside")], f"{axis}_is_inside"))
             positions.append(node("Mod", [number, side], f"{axis}_in_cell"))

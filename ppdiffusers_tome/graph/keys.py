@@ -43,7 +43,7 @@ def timestep_input(model: onnx.ModelProto) -> onnx.ValueInfoProto:
     names = ", ".join(value.name for value in model.graph.input)
     raise ToMeExportError(
         f"the program has no input {TIMESTEP!r}, by which keys take turns, only {names}: it is not the UNet of a "
-        "diffusion model, or was exported with another name of this input. Export it again with this name."
+        "diffusion model, or was exported with a different name of this input. Export it again with this name."
     )
 
 
@@ -92,8 +92,8 @@ def is_merged(model: onnx.ModelProto) -> bool:
 def _reshapes(graph: Graph, projection: str, block: BlockKeys) -> Iterator[tuple[onnx.NodeProto, int]]:
     """The reshapes of a projection's result on its way to attention, each with the axis of tokens in its output.
 
-    The first one splits channels into heads, so that the axes before them stay. Later ones join or split the axes
-    before the last two, which stay.
+    The first reshape splits channels into heads, so that the axes before them stay. Later reshapes join or split the
+    axes before the last two, which stay.
     """
     ways: list[tuple[str, int, int | None]] = [(projection, TOKENS, None)]  # value, axis of tokens, rank once split
     while ways:

@@ -32,12 +32,12 @@ class ModelFiles:
     Args:
         root: the folder that is copied.
         program: the `.onnx` file of the UNet, inside it.
-        others: the other files that belong to the model, inside it.
+        companions: all remaining files that belong to the model, inside it.
     """
 
     root: Path
     program: Path
-    others: tuple[Path, ...]
+    companions: tuple[Path, ...]
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,15 @@ def merge_model(
 ) -> MergedModel:
     """Write a folder with a model whose UNet merges, as ONNX; Paddle is not needed.
 
-    Files above 1 MB are linked to those of the model (hard links), or copied where that is not possible; all others
+    Files above 1 MB are linked to those of the model (hard links), or copied where that is not possible; smaller files
     are copied. After any error or a kill the folder is what it was: see `replacement.replacing`.
 
     Args:
         model: a folder with unet/model.onnx, as Optimum writes it, or with model.onnx, or an `.onnx` file.
         output: the folder to write; it must be new or empty, unless overwrite.
         config: how to merge: by a method that leaves out keys. At free sizes only by interlace.
-        overwrite: replace an earlier result in `output`, once the new one is complete.
-        check: run the model, the merged one with all keys, and the merged one in ONNX Runtime on random inputs.
+        overwrite: replace an earlier result in `output`, once the new result is complete.
+        check: run the model, the merged model with all keys, and the merged model in ONNX Runtime on random inputs.
 
     Raises:
         ToMeConfigError: an argument is not allowed.
@@ -79,14 +79,14 @@ def merge_model(
         rule = "it merges queries, which only an export from ppdiffusers can. Leave the method out"
         raise ParameterError("method", config.method, rule)
     if not config.effective_ratio:
-        raise ParameterError("ratio", config.ratio, "it leaves out nothing: pass one above 0, such as 0.75")
-    files = find_model(model)
+        raise ParameterError("ratio", config.ratio, "it leaves out nothing: pass a ratio above 0, such as 0.75")
+    source = find_program(model)
     _check_output(model, output, overwrite)
-    source = files.root / files.program
     program = read_program(source)
+    files = _files_of(model, source, program)
     merging = plan_merging(program, config)
     with replacing(output, overwrite) as partial:
-        for path in files.others:
+        for path in files.companions:
             _link_or_copy(files.root / path, partial / path)
         target = partial / files.program
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -95,25 +95,33 @@ def merge_model(
     return MergedModel(output / files.program, merging, differences)
 
 
-def find_model(model: Path) -> ModelFiles:
-    """The files of a model.
+def find_program(model: Path) -> Path:
+    """The `.onnx` file of the UNet of a model.
 
     Raises:
-        ToMeConfigError: it is neither a folder with a UNet nor an `.onnx` file.
+        ToMeConfigError: the model is neither a folder with a UNet nor an `.onnx` file.
     """
     if model.is_file() and model.suffix == ".onnx":
-        weights = [Path(name) for name in _weight_names(read_program(model))]
-        return ModelFiles(model.parent, Path(model.name), tuple(weights))
-    program = next((path for path in PROGRAMS if (model / path).is_file()), None)
+        return model
+    program = next((model / path for path in PROGRAMS if (model / path).is_file()), None)
     if program is None:
         listed = " or ".join(map(str, PROGRAMS))
         raise ToMeConfigError(
             f"{model} is not a model as ONNX: pass a folder with {listed}, as Optimum writes it and the hub has it, "
             "or an .onnx file."
         )
-    others = [path.relative_to(model) for path in sorted(model.rglob("*")) if path.is_file()]
-    is_hidden = {path: any(part.startswith(".") for part in path.parts) for path in others}
-    return ModelFiles(model, program, tuple(path for path in others if path != program and not is_hidden[path]))
+    return program
+
+
+def _files_of(model: Path, source: Path, program: onnx.ModelProto) -> ModelFiles:
+    """The files of a model, of which `source` has this program."""
+    if source == model:
+        weights = tuple(Path(name) for name in _weight_names(program))
+        return ModelFiles(model.parent, Path(model.name), weights)
+    paths = [path.relative_to(model) for path in sorted(model.rglob("*")) if path.is_file()]
+    visible = [path for path in paths if not any(part.startswith(".") for part in path.parts)]
+    own = source.relative_to(model)
+    return ModelFiles(model, own, tuple(path for path in visible if path != own))
 
 
 def read_program(path: Path) -> onnx.ModelProto:
@@ -166,7 +174,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
         try:
             os.link(real, target)
             return
-        except OSError:  # another file system, or one without links
+        except OSError:  # a different file system, or a file system without links
             pass
     shutil.copy2(real, target)
 

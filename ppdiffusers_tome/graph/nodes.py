@@ -33,7 +33,7 @@ class Nodes:
         return output
 
     def constant(self, name: str, value: Any, dtype: str = "int64") -> str:
-        """Make a constant, or find the one of this name, and return its name."""
+        """Make a constant, or find the constant of this name, and return its name."""
         if name not in self._constants:
             self._constants.add(name)
             self._graph.initializer.append(numpy_helper.from_array(np.asarray(value, dtype), PREFIX + name))
@@ -52,7 +52,7 @@ class TimestepNodes:
 
     Args:
         nodes: of the program.
-        value: its input: one number or [B], of any type.
+        value: its input: a number or [B], of any type.
     """
 
     def __init__(self, nodes: Nodes, value: onnx.ValueInfoProto) -> None:

@@ -10,7 +10,7 @@ from ..errors import ToMeExportError
 
 FREE = {"sample": (2, 4, 16, 24)}  # sizes of free dimensions by input: small, and not a square
 DTYPES = {f"tensor({name})": name for name in ("float16", "int64", "int32")} | {"tensor(float)": "float32"}
-BATCH, TEXT = 2, 77  # of all other inputs: the first free dimension, and the others
+BATCH, TEXT = 2, 77  # of all inputs that `FREE` lacks: the first free dimension, and those after it
 TIMESTEP = 501  # tokens merge in this step
 TOLERANCES = {"float32": 1e-4, "float16": 2e-2}  # relative, by the type of the outputs
 
@@ -26,13 +26,13 @@ def compare_outputs(model: Path, with_all_keys: Path, merged: Path) -> Differenc
     """Run three programs, one after the other, at a timestep at which tokens merge.
 
     Raises:
-        ToMeExportError: one cannot run, the second differs from the first, or the third does not.
+        ToMeExportError: a program cannot run, the second differs from the first, or the third does not.
     """
     inputs: dict[str, np.ndarray] = {}
     expected = _run(model, inputs)
     every, fewer = _run(with_all_keys, inputs), _run(merged, inputs)
     scale = float(np.abs(expected).max()) or 1.0
-    differences = Differences(*(float(np.abs(one - expected).max()) / scale for one in (every, fewer)))
+    differences = Differences(*(float(np.abs(outputs - expected).max()) / scale for outputs in (every, fewer)))
     tolerance = TOLERANCES.get(str(expected.dtype), TOLERANCES["float32"])
     if not differences.with_all_keys <= tolerance:
         raise ToMeExportError(

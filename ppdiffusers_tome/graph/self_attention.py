@@ -22,7 +22,7 @@ QUANTIZED = (
 OLDEST_OPSET = 13  # of the operators in `nodes` and `indices`
 PRODUCTS = ("Einsum", "MatMul")
 CONSTANT = ("Cast", "Identity", "Transpose")  # of a weight, which it stays
-# Operators between a projection and attention, by which input they pass tokens on; None: the one that is not constant.
+# Operators between a projection and attention, by the input that they pass on; None: the input that is not constant.
 PASSING = {"Add": None, "Cast": 0, "Div": 0, "Identity": 0, "Mul": None, "Reshape": 0, "Transpose": 0}
 SPLITTING = ("Gather", "Slice", "Split")  # of one product into queries, keys and values
 AFTER_SOFTMAX = ("Cast", "Dropout", "Identity", "IsNaN", "Where")
@@ -67,13 +67,16 @@ def check_operators(model: onnx.ModelProto) -> None:
             )
 
 
-def find_self_attention(model: onnx.ModelProto) -> tuple[list[SelfAttention], list[str]]:
+def find_self_attention(model: onnx.ModelProto, graph: Graph) -> tuple[list[SelfAttention], list[str]]:
     """All self-attention of a program, in the order of its nodes, and the names of attention that cannot be read.
+
+    Args:
+        model: the program.
+        graph: its graph.
 
     Raises:
         ToMeExportError: queries, keys and values are one product.
     """
-    graph = Graph(model)
     found: list[SelfAttention] = []
     unread: list[str] = []
     for position, node in enumerate(model.graph.node):
@@ -98,7 +101,7 @@ def find_self_attention(model: onnx.ModelProto) -> tuple[list[SelfAttention], li
 
 
 def _operands(graph: Graph, node: onnx.NodeProto) -> tuple[str, str, str] | None:
-    """Queries, keys and values of the attention that a node computes, or whose softmax it is; None for any other."""
+    """Queries, keys and values of the attention that a node computes, or whose softmax it is; None for other nodes."""
     if node.op_type == "Attention" and not node.domain:
         query, key, value = node.input[:3]
         return query, key, value
@@ -134,13 +137,13 @@ def _passed_on(graph: Graph, node: onnx.NodeProto) -> str:
 
 
 def _is_zero(graph: Graph, name: str) -> bool:
-    """Whether a value is a product with 0, as torch.baddbmm adds one to the scores."""
+    """Whether a value is a product with 0, as torch.baddbmm adds to the scores."""
     node = graph.maker(name)
     return node is not None and graph.number(node, "Mul") == 0
 
 
 def _is_scalar(graph: Graph, name: str) -> bool:
-    """Whether a value is a number that scales tokens: the square root of one."""
+    """Whether a value is a number that scales tokens: a power or the square root of a number."""
     node = graph.maker(name)
     return node is not None and node.op_type in ("Sqrt", "Pow", "Reciprocal")
 

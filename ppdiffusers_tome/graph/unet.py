@@ -21,7 +21,7 @@ SHAPES = ("Size", "Shape", "ConstantOfShape", "Range")  # what these compute of 
 
 
 class FeatureMap(NamedTuple):
-    """A feature map [B, C, h, w], or tokens [B, h·w, C] of one."""
+    """A feature map [B, C, h, w], or its tokens [B, h·w, C]."""
 
     name: str  # of the value with four axes
     level: float  # how many latent pixels a token stands for, along each axis
@@ -75,10 +75,11 @@ def plan_merging(model: onnx.ModelProto, config: ToMeConfig) -> UNetMerging:
         ParameterError: the config does not fit it.
     """
     if is_merged(model):
-        raise ToMeExportError("keys are left out in this model already: merge the plain one, at another ratio.")
+        raise ToMeExportError("keys are left out in this model already: merge the plain model, at a different ratio.")
     timestep_input(model)
     check_operators(model)
-    found, unread = find_self_attention(model)
+    graph = Graph(model)
+    found, unread = find_self_attention(model, graph)
     if not found:
         reason = f"; the attention of {', '.join(unread[:3])} cannot be read" if unread else ""
         raise ToMeExportError(
@@ -86,7 +87,7 @@ def plan_merging(model: onnx.ModelProto, config: ToMeConfig) -> UNetMerging:
             "the product of a weight with the same tokens. Merge the UNet of a Stable Diffusion model as it was "
             "exported, before it is optimized."
         )
-    blocks = _read_blocks(model, found)
+    blocks = _read_blocks(model, graph, found)
     deepest = config.max_downsample or min(block.level for block in blocks)
     chosen = [block for block in blocks if block.level <= deepest]
     if not chosen:
@@ -134,28 +135,31 @@ def _in_words(keys: Keys) -> str:
     return f"{keys.parts} of {PARTS} in each cell"
 
 
-def _read_blocks(model: onnx.ModelProto, found: Sequence[SelfAttention]) -> list[UNetBlock]:
-    maps = _feature_maps(model)
-    middle, up = _middle(model, maps)
-    for one in found:
-        if one.tokens not in maps:
+def _read_blocks(model: onnx.ModelProto, graph: Graph, found: Sequence[SelfAttention]) -> list[UNetBlock]:
+    maps = _feature_maps(model, graph)
+    middle, up = _middle(model, graph, maps)
+    for attention in found:
+        if attention.tokens not in maps:
             raise ToMeExportError(
-                f"the tokens of {one.name} do not come from the input {SAMPLE!r}: the model is not a UNet of Stable "
-                "Diffusion."
+                f"the tokens of {attention.name} do not come from the input {SAMPLE!r}: the model is not a UNet of "
+                "Stable Diffusion."
             )
-    places = ["up" if one.position >= up else "middle" if one.position >= middle else "down" for one in found]
+    positions = [attention.position for attention in found]
+    places = ["up" if position >= up else "middle" if position >= middle else "down" for position in positions]
     order = sorted(range(len(found)), key=lambda index: ["down", "up", "middle"].index(places[index]))
     numbers = {index: number for number, index in enumerate(order)}
-    return [UNetBlock(one, maps[one.tokens], numbers[index], places[index] == "up") for index, one in enumerate(found)]
+    return [
+        UNetBlock(attention, maps[attention.tokens], numbers[index], places[index] == "up")
+        for index, attention in enumerate(found)
+    ]
 
 
-def _middle(model: onnx.ModelProto, maps: dict[str, FeatureMap]) -> tuple[int, int]:
+def _middle(model: onnx.ModelProto, graph: Graph, maps: dict[str, FeatureMap]) -> tuple[int, int]:
     """The positions of the nodes with which the middle of a UNet and its way up begin.
 
-    The way up begins where a feature map of the way down is joined to the channels of the one before; the middle lies
-    behind the last of those. Without any, all is the way down.
+    The way up begins where a feature map of the way down is joined to the channels of the current feature map; the
+    middle lies behind the last feature map of the way down. Without such a join, all is the way down.
     """
-    graph = Graph(model)
     positions = {name: place for place, node in enumerate(model.graph.node) for name in node.output}
     for place, node in enumerate(model.graph.node):
         is_join = node.op_type == "Concat" and node.attribute[0].i == 1 and len(node.input) == 2
@@ -164,9 +168,9 @@ def _middle(model: onnx.ModelProto, maps: dict[str, FeatureMap]) -> tuple[int, i
     return len(model.graph.node), len(model.graph.node)
 
 
-def _feature_maps(model: onnx.ModelProto) -> dict[str, FeatureMap]:
+def _feature_maps(model: onnx.ModelProto, graph: Graph) -> dict[str, FeatureMap]:
     """The feature map that each value comes from."""
-    graph, maps = Graph(model), dict[str, FeatureMap]()
+    maps = dict[str, FeatureMap]()
     for value in model.graph.input:
         if value.name == SAMPLE:
             h, w = (dim.dim_value for dim in value.type.tensor_type.shape.dim[2:])
@@ -190,7 +194,7 @@ def _feature_maps(model: onnx.ModelProto) -> dict[str, FeatureMap]:
 
 
 def _convolved(graph: Graph, node: onnx.NodeProto, before: FeatureMap) -> FeatureMap:
-    attributes: dict[str, Any] = {one.name: onnx.helper.get_attribute_value(one) for one in node.attribute}
+    attributes: dict[str, Any] = {part.name: onnx.helper.get_attribute_value(part) for part in node.attribute}
     strides = attributes.get("strides", [1, 1])
     grid = before.grid
     if grid is not None:
@@ -205,7 +209,7 @@ def _convolved(graph: Graph, node: onnx.NodeProto, before: FeatureMap) -> Featur
 
 
 def _resized(graph: Graph, node: onnx.NodeProto, before: FeatureMap) -> FeatureMap:
-    """A feature map after an upsampler, which makes it twice as large, or as large as one on the way down."""
+    """A feature map after an upsampler: twice as large, or as large as a feature map on the way down."""
     sizes = _last_numbers(graph, node.input[3]) if len(node.input) > 3 and node.input[3] else None
     grid = before.grid
     if grid is not None:

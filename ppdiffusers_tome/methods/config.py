@@ -34,12 +34,12 @@ class ToMeConfig:
     """How to merge: a method and its settings. Immutable; two configs with equal fields are equal.
 
     Each method is a subclass with settings of its own, such as `Interlace`, `Todo` and `Tomesd` of
-    `ppdiffusers_tome.methods`. `ToMeConfig(…)` makes the one that `method` names: `ToMeConfig(method="todo", sx=4)` is
-    `Todo(sx=4)`.
+    `ppdiffusers_tome.methods`. `ToMeConfig(…)` makes an object of the class that `method` names:
+    `ToMeConfig(method="todo", sx=4)` is `Todo(sx=4)`.
 
     Args:
         ratio: share of the tokens to leave out. A higher ratio is faster, and the image differs more from the plain
-            one; 0 merges nothing; None is the method's own. The class of the method says which ratios there are.
+            image; 0 merges nothing; None is the method's own. The class of the method says which ratios there are.
         method: how tokens merge: "interlace", the default, or a different name of `METHODS`.
         max_downsample: deepest level that merges: 1, 2, 4 or 8. A block has level d if its tokens are latent pixels
             downsampled d times along each axis. With None, only the largest feature maps with self-attention merge:
@@ -104,7 +104,7 @@ class ToMeConfig:
         check_names(settings)
         for name, value in settings.items():
             if name not in cls.defaults():
-                having = ", ".join(method for method, other in cls.by_name.items() if name in other.defaults())
+                having = ", ".join(method for method, config in cls.by_name.items() if name in config.defaults())
                 raise ToMeConfigError(
                     f"{name}={value!r:.200} is not allowed with method={cls.method!r}, which has no {name}: leave it "
                     f"out, or use one of the methods that have it: {having}."
@@ -174,7 +174,7 @@ class ToMeConfig:
         """What the choices on a grid have in common, in NumPy's int64: constants of a program.
 
         Of a method that leaves tokens out it is the table of those that remain in each turn, [T, K] with T = `TURNS`
-        or 1, ascending. One that merges queries returns a NamedTuple of arrays.
+        or 1, ascending. A method that merges queries returns a NamedTuple of arrays.
 
         Args:
             grid: tokens along each axis.
@@ -191,7 +191,9 @@ class ToMeConfig:
         turn: "Turn",
     ) -> "Choice":
         """Choose the tokens that remain, by default those of the table. No gradient flows through the choice."""
-        return turn.choose(constants)
+        from .plan import Choice  # here, because settings are read without Paddle
+
+        return Choice(turn.rows_of(constants))
 
     def pairs_compared(self, grid: Grid) -> int:
         """Number of pairs of tokens whose similarity is computed; 0 if none is."""
@@ -206,9 +208,10 @@ class ToMeConfig:
 
     @property
     def effective_ratio(self) -> float:
-        """The ratio that counts: the one that was passed, or the method's own.
+        """The ratio that counts: that of the argument, or the method's own.
 
-        A ratio within 5e-7 of one that the cells define counts as that one, because messages round: 0.833333 is 5/6.
+        A ratio within 5e-7 of a ratio that the cells define counts as that ratio, because messages round: 0.833333 is
+        5/6.
         """
         if self.ratio is None:
             return self.default_ratio
@@ -261,7 +264,7 @@ class ToMeConfig:
         """Write a settings file (JSON), which `load` and `apply_tome(config=…)` read.
 
         Args:
-            path: of the file; an earlier one is replaced.
+            path: of the file; an earlier file is replaced.
             details: further content of the file, such as how the settings were chosen; `load` ignores it.
 
         Example:
@@ -304,7 +307,7 @@ def why_no_method(method: Any) -> str:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise ToMeConfigError for a name that is not a setting of any method; the message has the nearest one."""
+    """Raise ToMeConfigError for a name that is not a setting of any method; the message has the nearest setting."""
     known = list(dict.fromkeys(name for method in ToMeConfig.by_name.values() for name in method.defaults()))
     for name in names:
         if name not in known:

@@ -18,7 +18,7 @@ from .rules import Rule
 from .turns import TURNS
 
 SIDE = 4  # tokens along each side of a cell
-PARTS = SIDE * SIDE  # of the tokens, one position of each cell each; a block keeps a number of them
+PARTS = SIDE * SIDE  # of the tokens: each is a position in all cells; a block keeps a number of parts
 LAST_SHARE = 2  # parts that the last block of a UNet keeps, as a multiple of the average
 
 
@@ -40,7 +40,7 @@ class Interlace(ToMeConfig):
         ratio: share of the keys and values that attention leaves out, on average over the blocks that merge, from 0
             to 15/16. 0.75, its own, is a good start; 0.5 is nearly the plain image.
         merge_steps: the steps of an image in which tokens merge. "middle" keeps all tokens in the first steps, which
-            decide what is in the image, and in the last ones, whose errors nothing corrects: three of ten steps
+            decide what is in the image, and in the last steps, whose errors nothing corrects: three of ten steps
             (`methods.steps` has the noise levels). "all" merges in every step: faster, in less memory, and with
             guidance above 3 much further from the plain image.
         max_downsample, min_tokens: as in `ToMeConfig`, which also has the errors.
@@ -65,8 +65,9 @@ class Interlace(ToMeConfig):
     def kept_shares(self, count: int, last: int | None) -> Sequence[float]:
         """The share of keys that each block keeps: whole parts, which are 1 - ratio on average.
 
-        Nearly all of the damage is done by the last block of a UNet, whose output no other block corrects. It keeps
-        `LAST_SHARE` times the average, at most all, and the others share the rest. Each block keeps a part at least.
+        Nearly all of the damage is done by the last block of a UNet, whose output no later block corrects. It keeps
+        `LAST_SHARE` times the average, at most all, and all blocks before it share the rest. Each block keeps at
+        least one part.
 
         Raises:
             ParameterError: the ratio is above 0, and every block would keep all parts.
@@ -79,7 +80,7 @@ class Interlace(ToMeConfig):
             parts = [_whole_parts((count * average - of_last) / (count - 1))] * count
             parts[last] = of_last
         if ratio and min(parts, default=0) == PARTS:
-            # Blocks begin to leave out a part when half of one is left out; the last one may keep all of its own.
+            # Blocks begin to leave out a part when half a part is left out; the last block may keep all of its own.
             most = (count - (last is not None and count > 1)) / (2 * PARTS * count)
             rule = f"every block would keep all of its keys, because each keeps whole {PARTS}ths"
             raise ParameterError("ratio", ratio, f"{rule}. Pass 0, or a ratio above {most:g}.")
@@ -123,7 +124,7 @@ def remaining(grid: Grid, parts: int, block: int) -> np.ndarray:  # [TURNS, K] i
     rank = ranks(grid).reshape(-1)
     turns = np.arange(TURNS)[:, None] + offset_of(block)
     remains = ((rank - parts * turns) % PARTS < parts) | (rank < 0)  # [TURNS, N]
-    return np.stack([np.flatnonzero(one) for one in remains])
+    return np.stack([np.flatnonzero(in_turn) for in_turn in remains])
 
 
 def offset_of(block: int) -> int:

@@ -29,7 +29,7 @@ def match_tokens(
 
     Args:
         metric: tokens whose cosine similarity is compared, in float32 whatever their dtype. A token that contains NaN
-            or infinity, or whose norm is 0 or overflows, has similarity 0 to all others. No gradient flows through
+            or infinity, or whose norm is 0 or overflows, has similarity 0 to every token. No gradient flows through
             the choice.
         grid: tokens along each axis.
         kept: tokens per image that remain. A grid has D = (h // sy)·(w // sx) dst, which always remain.
@@ -73,8 +73,8 @@ def match_tokens(
 class PairConstants(NamedTuple):
     """Which positions of a grid are dst and which src, and the index of each in the sequence dst | src.
 
-    Where dst take turns, each has one more axis, of length `TURNS`, before the others. `pair_constants`
-    makes them as NumPy arrays.
+    Where dst take turns, each array has a further axis in front, of length `TURNS`. `pair_constants` makes them as
+    NumPy arrays.
     """
 
     dst: paddle.Tensor  # [D] int64, ascending
@@ -85,7 +85,7 @@ class PairConstants(NamedTuple):
         """The constants whose turn it is, the same in all frames of a video."""
         if self.dst.ndim == 1:
             return self
-        return PairConstants(*(turn._replace(frames=1).rows(table).reshape([-1]) for table in self))
+        return PairConstants(*(turn._replace(frames=1).rows_of(table).reshape([-1]) for table in self))
 
 
 def pair_constants(
@@ -99,7 +99,7 @@ def pair_constants(
     """
     keys = [random_key] if turns is None or random_key is None else [(*random_key, turn) for turn in range(turns)]
     dst = np.stack([choose_dst(grid, sx, sy, key) for key in keys])
-    src = np.stack([np.setdiff1d(np.arange(grid.tokens), one, assume_unique=True) for one in dst])
+    src = np.stack([np.setdiff1d(np.arange(grid.tokens), positions, assume_unique=True) for positions in dst])
     tables = (dst, src, np.argsort(np.concatenate([dst, src], axis=1), axis=1))
     return PairConstants(*(table[0] if turns is None else table for table in tables))
 
@@ -143,7 +143,7 @@ def _merging(
 
 
 def _descending(similarity: paddle.Tensor) -> paddle.Tensor:  # [B, S] → [B, S] int64
-    """The order of pairs, the most similar first. Of equal ones it is the lowest index, except in Paddle 2.6."""
+    """The order of pairs, the most similar first; of equal pairs the lowest index, except in Paddle 2.6."""
     return paddle.argsort(similarity, axis=1, descending=True, **_STABLE)
 
 

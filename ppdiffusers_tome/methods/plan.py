@@ -13,18 +13,18 @@ from .turns import LAST_TIMESTEP, TURNS, place_of_level
 
 
 class Merging(NamedTuple):
-    """What becomes of the r tokens of each image that do not remain: each is added to one that does."""
+    """What becomes of the r tokens of each image that do not remain: each is added to a token that does."""
 
     positions: paddle.Tensor  # [B, r] int64: the tokens
-    targets: paddle.Tensor  # [B, r] int64: the index of each one's target among the tokens that remain
-    sources: paddle.Tensor  # [B, N] int64: the index of the one whose result each token takes
+    targets: paddle.Tensor  # [B, r] int64: the index of the target of each, among the tokens that remain
+    sources: paddle.Tensor  # [B, N] int64: the index of the token whose result each takes, among those that remain
 
 
 class Choice(NamedTuple):
     """The K tokens that remain of N.
 
-    They are the same in all images, or others in each of the F frames of a video, or others in each image. Only the
-    last comes with a `Merging`; otherwise the tokens that do not remain are left out.
+    They are the same in all images, or different in each of the F frames of a video, or different in each image. Only
+    the last comes with a `Merging`; otherwise the tokens that do not remain are left out.
     """
 
     positions: paddle.Tensor  # int64: [1, K] or [F, K], or [B, K] with `merging`
@@ -36,9 +36,9 @@ class Choice(NamedTuple):
         padding = paddle.zeros([rows, tokens - kept], dtype="int64")
         some = paddle.concat([self.positions, padding], axis=1).reshape([1, -1])
         every, counts = _all_positions(rows, tokens, kept)
-        one = cast(is_all, paddle.int64)  # 0 or 1
-        positions = paddle.gather(paddle.concat([some, every]), one).reshape([rows, tokens])
-        return Choice(paddle.slice(positions, axes=[1], starts=[0], ends=paddle.gather(counts, one)))
+        number = cast(is_all, paddle.int64)  # 0 or 1
+        positions = paddle.gather(paddle.concat([some, every]), number).reshape([rows, tokens])
+        return Choice(paddle.slice(positions, axes=[1], starts=[0], ends=paddle.gather(counts, number)))
 
 
 @paddle.jit.not_to_static  # not to be computed in the program
@@ -51,18 +51,16 @@ class Turn(NamedTuple):
     """Which of the choices of a method a pass has."""
 
     number: paddle.Tensor | None = None  # [1] int64 from 0 to TURNS - 1; None: always 0
-    frames: int = 1  # of one video; each is one turn after the frame before
+    frames: int = 1  # of a video; each is a turn after the previous frame
 
-    def rows(self, table: paddle.Tensor) -> paddle.Tensor:  # [TURNS, L] → [frames, L]
-        """The rows of a table whose turn it is in successive frames."""
+    def rows_of(self, table: paddle.Tensor) -> paddle.Tensor:  # [TURNS, L] → [frames, L]; [1, L] stays
+        """The rows of a table whose turn it is in successive frames; the table itself if it has a single row."""
+        if table.shape[0] == 1:
+            return table
         number = paddle.zeros([1], dtype="int64") if self.number is None else self.number
         if self.frames > 1:
             number = (number + count_rows(paddle.ones([self.frames]))) % TURNS
         return paddle.gather(table, number)
-
-    def choose(self, table: paddle.Tensor) -> Choice:  # [TURNS, K], or [1, K] of a choice that does not change
-        """The tokens that remain, by a table of their positions."""
-        return Choice(table if table.shape[0] == 1 else self.rows(table))
 
 
 def turn_at(
@@ -120,7 +118,7 @@ class MergePlan:
     def rows(self, table: paddle.Tensor) -> paddle.Tensor:  # [F·N, C] → [F·K, C]
         """The rows of the tokens that remain, in a table with a row for each token of a sequence."""
         if table.shape[0] != self.tokens or self._group != self._frames:
-            raise ToMePassError(f"a table of {table.shape[0]} rows is not one of the {self.tokens} tokens of a pass.")
+            raise ToMePassError(f"a table of {table.shape[0]} rows is not for the {self.tokens} tokens of a pass.")
         return gather(table, self._index)
 
     def merge(self, x: paddle.Tensor) -> paddle.Tensor:
@@ -181,7 +179,7 @@ class MergePlan:
         if x.ndim != 3 or x.shape[1] not in (tokens, -1):
             raise ToMePassError(
                 f"{operation} expects tokens of shape [B, {tokens}, C] but got {list(x.shape)}: "
-                "was the plan made for another size?"
+                "was the plan made for a different size?"
             )
 
 
@@ -191,7 +189,7 @@ def merge(
 ) -> paddle.Tensor:  # [B, N-r, C]
     """Merge tokens. Differentiable; `x` is not modified.
 
-    Tokens that merge are replaced by their average, and the others pass unchanged.
+    Tokens that merge are replaced by their average, and all the rest pass unchanged.
 
     Args:
         x: tokens, in float32, float16 or bfloat16; half precision is summed in float32 and rounded once.

@@ -1,9 +1,9 @@
-"""In which steps tokens merge: methods may keep all tokens in the first steps of an image and in the last ones.
+"""In which steps tokens merge: methods may keep all tokens in the first and the last steps of an image.
 
-The first steps decide what is in an image, and guidance multiplies their errors. The last ones that have weight are
+The first steps decide what is in an image, and guidance multiplies their errors. The last steps that have weight are
 followed by none that corrects them, and solvers of higher order multiply their differences. Which steps these are
 follows from the noise level alone, not from a count of steps: so a pass needs no state, and an exported program no
-other input.
+further input.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ def is_level(timestep: Any) -> Any:  # an array or tensor of any library → boo
 
     Stable Video Diffusion, the schedulers of EDM and `timestep_type="continuous"` of Euler's pass these. They are told
     apart by the value: a noise level is not whole, and within ±`LARGEST_LEVEL`. Schedules from 1000 to 0 have such
-    numbers at most in the last step. Taken for a noise level it keeps all tokens, or takes another turn.
+    numbers at most in the last step. Taken for a noise level it keeps all tokens, or takes a different turn.
     """
     return (timestep.round() != timestep) & (timestep < LARGEST_LEVEL) & (timestep > -LARGEST_LEVEL)
 

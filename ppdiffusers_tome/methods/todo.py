@@ -1,4 +1,4 @@
-"""ToDo: keys and values are those of one token of each cell, or of two, the same in each step.
+"""ToDo: keys and values are those of one or two tokens of each cell, the same in each step.
 
 With the first token of each 2×2 cell they are those of every second row and column, with two tokens of each 2×2 cell
 those of a checkerboard. No tokens are compared.
@@ -18,7 +18,7 @@ from .config import ratios_in_words
 
 @dataclass(frozen=True)
 class Todo(CellConfig):
-    """Keep the keys and values of one token of each cell, or of two; every token keeps its own query and output.
+    """Keep the keys and values of one or two tokens of each cell; every token keeps its own query and output.
 
     Args:
         ratio: 1 - 1/(sx·sy), its own (0.75 with 2×2 cells), or, if sx and sy are even, 1 - 2/(sx·sy) (0.5 with 2×2
@@ -64,7 +64,7 @@ class Todo(CellConfig):
 
 
 def remaining(grid: Grid, sx: int, sy: int, per_cell: int) -> np.ndarray:  # [1, K] int64, ascending
-    """The first token of each sx×sy cell, and of two the one half a cell away along both axes."""
+    """The first token of each sx×sy cell; if it keeps two, also the token half a cell away along both axes."""
     positions = choose_dst(grid, sx, sy)
     if per_cell == 2:
         positions = np.sort(np.concatenate([positions, positions + sy // 2 * grid.w + sx // 2]))

@@ -1,7 +1,7 @@
-"""Whose turn it is: methods that choose other tokens in each step take one of `TURNS` choices, by the timestep.
+"""Whose turn it is: methods that choose different tokens in each step take one of `TURNS` choices, by the timestep.
 
 The turn is a function of the timestep alone, not of the number of steps before it: so a pass needs no state, and an
-exported program no other input.
+exported program no further input.
 """
 
 from collections.abc import Iterable

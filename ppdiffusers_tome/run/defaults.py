@@ -25,7 +25,7 @@ def read_defaults(folder: Path) -> ModelDefaults:
     """Recommended settings of the model in a folder, exported or not.
 
     Raises:
-        ToMeConfigError: DEFAULTS has another field, or a value that is not allowed.
+        ToMeConfigError: DEFAULTS has a field that is not known, or a value that is not allowed.
     """
     file = folder / DEFAULTS
     try:

@@ -26,8 +26,8 @@ class FileFacts(TypedDict):
 class ExportedFolder:
     """A folder whose files are read when they are needed, which may be long after it was loaded.
 
-    A file that has another inode, size or time than when it was last compared is compared again by its hash. So a
-    folder that was replaced, or whose files were overwritten, is an error, and one that was only copied is not.
+    A file that has a different inode, size or time than when it was last compared is compared again by its hash. So a
+    folder that was replaced, or whose files were overwritten, is an error, and a folder that was only copied is not.
 
     Args:
         path: the folder. A relative path and links are resolved now.
@@ -53,7 +53,7 @@ class ExportedFolder:
         """In this context files are those that were loaded; afterwards that is checked again.
 
         Raises:
-            ExportChangedError: one is not.
+            ExportChangedError: a file is not.
         """
         names = [*names]
         self.check(names)
@@ -89,7 +89,7 @@ class ExportedFolder:
                 ) from error
 
     def sha256(self, path: Path) -> str:
-        """The hash of a file, the exported one if it was exported."""
+        """The hash of a file: that of the manifest if it was exported."""
         facts = self._files.get(path.relative_to(self.path).as_posix())
         return sha256(path) if facts is None else facts["sha256"]
 
@@ -113,7 +113,7 @@ class ExportedFolder:
 
 
 def file_state(path: Path) -> tuple[int, ...]:
-    """What changes when another file takes the place of one, or when its content changes."""
+    """What changes when a different file takes the place of a file, or when its content changes."""
     stat = path.stat()
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 

@@ -76,8 +76,8 @@ def in_current_format(content: dict[str, Any]) -> dict[str, Any]:
 
 def _words(settings: Settings) -> str:
     """The method and the settings that differ from their defaults, without the ratio."""
-    others = {name: value for name, value in _changed(settings).items() if name not in ("ratio", "method")}
-    return f"{settings['method']}, {settings_in_words(others)}" if others else settings["method"]
+    further = {name: value for name, value in _changed(settings).items() if name not in ("ratio", "method")}
+    return f"{settings['method']}, {settings_in_words(further)}" if further else settings["method"]
 
 
 def _changed(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,9 +22,9 @@ def check_format(folder: Path, manifest: Manifest, runtime: str) -> None:
     """Raise FolderError if a folder has no programs for a runtime of this name."""
     if RUNTIME_FORMATS[runtime] not in manifest.formats:
         missing = {"paddle": "Paddle", "onnx": "ONNX"}[RUNTIME_FORMATS[runtime]]
-        others = [name for name, format in RUNTIME_FORMATS.items() if format in manifest.formats]
+        existing = [name for name, format in RUNTIME_FORMATS.items() if format in manifest.formats]
         raise FolderError(
-            f"{folder} has no {missing} programs: load it in the runtime {' or '.join(others)}, or export it with "
+            f"{folder} has no {missing} programs: load it in the runtime {' or '.join(existing)}, or export it with "
             "--format both."
         )
 

@@ -117,7 +117,7 @@ class Manifest:
     vae_factor: Side  # image pixels per latent pixel, along each side
     versions: dict[str, str]
     programs: Annotated[tuple[ProgramFile, ...], Field(min_length=1)]
-    files: dict[InnerPath, FileFacts]  # of tome.json; empty where the programs became a folder of another layout
+    files: dict[InnerPath, FileFacts]  # of tome.json; empty where the programs became a folder of a different layout
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -230,15 +230,15 @@ def _read_json(content: bytes) -> Manifest:
 
 
 def _inconsistent_field(manifest: Manifest) -> str | None:
-    """The first field that does not agree with the others, or has a value that this release does not know."""
+    """The first field that does not agree with the rest, or has a value that this release does not know."""
     encoders = [name for name in TEXT_ENCODERS if manifest.programs_of(name)]
-    last = "text_encoder_2" if "XL" in manifest.pipeline else "text_encoder"  # SDXL's refiner has no other
+    last = "text_encoder_2" if "XL" in manifest.pipeline else "text_encoder"  # the only text encoder of SDXL's refiner
     models = other_models(encoders, manifest.image_to_image)
     expected = [PlannedProgram("unet", size, ratio) for size in manifest.sizes for ratio in manifest.ratios]
     expected += map(PlannedProgram, models)
     places = {path for file in manifest.programs for own in file.files.values() for path in own.paths}
     is_consistent = {
-        "merging": all((one.settings is None) == (one.ratio == 0) for one in manifest.merging),
+        "merging": all((merging.settings is None) == (merging.ratio == 0) for merging in manifest.merging),
         "residuals": ("ControlNet" in manifest.pipeline) == manifest.controlnet,
         "vae_factor": not any(side % manifest.vae_factor for size in manifest.sizes for side in size),
         "programs": [file.place for file in manifest.programs] == [planned.place for planned in expected]

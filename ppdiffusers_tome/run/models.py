@@ -29,7 +29,7 @@ class ExportedModel(StandIn):
     """Base class: a model that runs programs, which are loaded when they first run, whatever thread runs them.
 
     Args:
-        max_programs: largest number of them in memory: before one more is loaded, the least recently used one is
+        max_programs: largest number of them in memory: before a further program is loaded, the least recently used is
             unloaded. None: they stay loaded.
     """
 
@@ -44,7 +44,7 @@ class ExportedModel(StandIn):
         self._manifest = manifest
         self._load = load
         self._max_programs = max_programs
-        self._loaded: dict[ProgramFile, Program] = {}  # in the order of use, the last one is last
+        self._loaded: dict[ProgramFile, Program] = {}  # in the order of use: the program that ran last is last
         self._loading = threading.Lock()  # guards `_loaded`, so that no program is loaded twice
 
     def __getstate__(self) -> dict[str, Any]:
@@ -59,7 +59,8 @@ class ExportedModel(StandIn):
             program = self._loaded.pop(file, None)
             if program is None:
                 while self._max_programs is not None and len(self._loaded) >= self._max_programs:
-                    del self._loaded[next(iter(self._loaded))]  # before loading, so that memory never holds one more
+                    # Before loading, so that memory never holds a further program.
+                    del self._loaded[next(iter(self._loaded))]
                 program = self._load_program(file)
             self._loaded[file] = program
             return program
@@ -84,9 +85,9 @@ class ExportedTextEncoder(ExportedModel, CLIPTextModel):
         input_ids: paddle.Tensor,  # [B, T] int64
         attention_mask: paddle.Tensor | None = None,
         output_hidden_states: bool | None = None,
-        **others: Any,
+        **further: Any,
     ) -> Any:
-        _refuse("text encoder", attention_mask=attention_mask, **others)
+        _refuse("text encoder", attention_mask=attention_mask, **further)
         is_xl = bool(self._manifest.programs_of("text_encoder_2"))
         if output_hidden_states and not is_xl:
             raise ToMeConfigError(
@@ -100,7 +101,7 @@ class ExportedTextEncoder(ExportedModel, CLIPTextModel):
 
 
 class _PenultimateOnly(dict[int, paddle.Tensor]):
-    """The hidden states of a text encoder of SDXL. Its program returns only the penultimate one."""
+    """The hidden states of a text encoder of SDXL. Its program returns only the penultimate state."""
 
     def __missing__(self, index: int) -> paddle.Tensor:
         raise ToMeConfigError(
@@ -139,13 +140,13 @@ class ExportedControlNet(StandIn, ControlNetModel):
         conditioning_scale: float = 1.0,
         guess_mode: bool = False,
         return_dict: bool = False,
-        **others: Any,
+        **further: Any,
     ) -> Any:
         if guess_mode:
             raise ToMeConfigError(
                 "guess_mode=True is not supported: this ControlNet is fused with the UNet. Leave it out."
             )
-        _refuse("ControlNet", **{name: value for name, value in others.items() if name != "added_cond_kwargs"})
+        _refuse("ControlNet", **{name: value for name, value in further.items() if name != "added_cond_kwargs"})
         return (controlnet_cond, conditioning_scale), None
 
 
@@ -169,11 +170,11 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
 
     @property
     def loaded(self) -> list[tuple[Size, float]]:
-        """Size and ratio of the programs in memory; the last one that ran is last."""
+        """Size and ratio of the programs in memory; the program that ran last is last."""
         return [(file.size, file.ratio) for file in self._loaded if file.size is not None and file.ratio is not None]
 
     def load(self, size: Size, ratio: float) -> None:
-        """Load a program before it first runs, unless another would have to be unloaded.
+        """Load a program before it first runs, unless a loaded program would have to be unloaded.
 
         Raises:
             ToMeConfigError: it was not exported.
@@ -191,7 +192,7 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
         manifest = self._manifest
         sizes = ", ".join(map(str, manifest.sizes))
         line = f"exported for {sizes} (width x height), at ratio {ratio_name(self._ratio)} now (pipe.unet.ratio)"
-        of_ratios = [f"ratio {ratio_name(one.ratio)}: {one.words or 'plain'}" for one in manifest.merging]
+        of_ratios = [f"ratio {ratio_name(merging.ratio)}: {merging.words or 'plain'}" for merging in manifest.merging]
         return (line, *of_ratios)
 
     @property
@@ -216,9 +217,9 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
         down_block_additional_residuals: Any = None,
         mid_block_additional_residual: Any = None,
         return_dict: bool = True,
-        **others: Any,
+        **further: Any,
     ) -> Any:
-        _refuse("UNet", **others)
+        _refuse("UNet", **further)
         if not paddle.is_tensor(timestep):
             timestep = paddle.to_tensor([timestep])
         if timestep.size != 1:
@@ -261,8 +262,10 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
         }
 
 
-def _refuse(model: str, **others: Any) -> None:
+def _refuse(model: str, **arguments: Any) -> None:
     """Raise ToMeConfigError for inputs that exported programs do not have."""
-    names = [name for name, value in others.items() if value is not None and value is not True and value is not False]
+    names = [
+        name for name, value in arguments.items() if value is not None and value is not True and value is not False
+    ]
     if names:
         raise ToMeConfigError(f"the exported {model} has no input {', '.join(names)}: leave it out.")

@@ -58,14 +58,14 @@ def fuse_attention(model: onnx.ModelProto) -> None:
 
     What is replaced is, for queries, keys and values [B, N, heads·d]: reshape to [B, N, heads, d], transpose, product
     of queries and keys, softmax over the keys, product with the values, transpose, reshape to [B, N, heads·d]; with a
-    constant that scales the queries or the product. Attention of another form, for instance with a mask, stays as it
-    is. The operator is compared with the nodes that it replaces, on random tokens in ONNX Runtime on the CPU.
+    constant that scales the queries or the product. Attention of a different form, for instance with a mask, stays as
+    it is. The operator is compared with the nodes that it replaces, on random tokens in ONNX Runtime on the CPU.
 
     `onnxruntime.transformers` has `FusionAttentionUnet`, which looks for the nodes of PyTorch's exports and fuses none
     of these.
 
     Raises:
-        ToMeExportError: the operator of this ONNX Runtime computes something else.
+        ToMeExportError: the operator of this ONNX Runtime computes something different.
     """
     graph = Graph(model)
     softmaxes = [node for node in model.graph.node if node.op_type == "Softmax"]
@@ -80,7 +80,7 @@ def fuse_attention(model: onnx.ModelProto) -> None:
 
 
 def _attention(graph: Graph, softmax: onnx.NodeProto) -> Attention | None:
-    """The attention around a softmax; None if it has another form."""
+    """The attention around a softmax; None if it has a different form."""
     axis = next((attribute.i for attribute in softmax.attribute if attribute.name == "axis"), -1)
     scores, scale = _unscaled(graph, softmax.input[0])
     output = graph.only_user(softmax)
@@ -123,7 +123,7 @@ def _split_tokens(graph: Graph, node: onnx.NodeProto | None, order: list[int]) -
 
 
 def _shape(graph: Graph, node: onnx.NodeProto) -> list[int] | None:
-    """The shape that a node reshapes to, 0 for a dimension that stays; None if it is computed, or for other nodes."""
+    """The shape that a node reshapes to, 0 for a dimension that stays; None if it is computed, or there is none."""
     shape = graph.constant(node.input[1]) if node.op_type == "Reshape" else None
     return None if shape is None else [int(size) for size in shape]
 
@@ -138,7 +138,7 @@ def _compare(model: onnx.ModelProto, graph: Graph, found: list[Attention]) -> No
     for attention in found:
         steps = _steps(graph, attention)
         tokens = (attention.queries, attention.keys, attention.values)
-        sizes = [(one.heads, one.width) for one in tokens]
+        sizes = [(part.heads, part.width) for part in tokens]
         form = (*sizes, attention.scale, *(node.op_type for node in steps))
         if form in compared:
             continue
@@ -150,7 +150,7 @@ def _compare(model: onnx.ModelProto, graph: Graph, found: list[Attention]) -> No
                 f"MultiHeadAttention of ONNX Runtime {version} differs by {difference:.1e} of its largest output from "
                 f"the attention that it would replace ({attention.output}), more than the allowed "
                 f"{FUSED_TOLERANCE:.0e}. "
-                "Please report this, and use another version of ONNX Runtime, or OpenVINO."
+                "Please report this, and use a different version of ONNX Runtime, or OpenVINO."
             )
 
 

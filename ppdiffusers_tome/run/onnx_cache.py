@@ -29,10 +29,10 @@ INDEX, LOCK = "index.json", "lock"
 
 @dataclass(frozen=True, config=STRICT)
 class Index:
-    """The files of a folder of other forms.
+    """The files of a folder of converted programs.
 
     A file of weights only grows, because other processes have mapped it into memory: when it is damaged, the folder is
-    begun again with one of another name.
+    begun again with a file of a different name.
     """
 
     weights: Annotated[str, Field(pattern="^weights-[0-9a-f]{8}$")]  # the name of the file
@@ -45,7 +45,7 @@ class Index:
 
 
 def cached(folder: ExportedFolder, path: Path, form: str, write: Callable[[Path, SharedWeights], None]) -> Path:
-    """A file with another form of a program, which the first call writes for later calls and other processes.
+    """A file with a converted form of a program, which the first call writes for later calls and other processes.
 
     It is in a folder beside the program, whose name depends on the version of ONNX Runtime and the processor. The
     file's name depends on the content of the program and of its weights. A damaged file is written again. With
@@ -133,15 +133,15 @@ def _add(
                 path.unlink()
         raise
     folder.states[path] = file_state(path)
-    for other in beside.iterdir():
-        if other.name not in index.files():  # of a damaged folder, or of a process that was killed
-            shutil.rmtree(other, ignore_errors=True) if other.is_dir() else other.unlink(missing_ok=True)
+    for path in beside.iterdir():
+        if path.name not in index.files():  # of a damaged folder, or of a process that was killed
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _names(folder: ExportedFolder, path: Path) -> list[str]:
     """An `.onnx` file and the files of its weights, by their paths inside the folder."""
     paths = [path, *(path.parent / name for name in weight_files(path))]
-    return [one.relative_to(folder.path).as_posix() for one in paths]
+    return [path.relative_to(folder.path).as_posix() for path in paths]
 
 
 def _key(folder: ExportedFolder, path: Path) -> str:

@@ -55,7 +55,7 @@ def optimized(folder: ExportedFolder, path: Path, threads: int) -> Path:
 
     Raises:
         OSError: the folder cannot be written.
-        Exception: ONNX Runtime cannot load the program, or cannot write the optimized one.
+        Exception: ONNX Runtime cannot load the program, or cannot write the optimized program.
     """
 
     def write(target: Path, weights: SharedWeights) -> None:

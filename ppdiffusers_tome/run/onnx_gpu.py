@@ -58,7 +58,7 @@ def half_in_memory(path: Path) -> tuple[bytes, bytes]:
 
 
 def _large_weights(model: onnx.ModelProto, path: Path) -> Iterator[tuple[TensorProto, np.ndarray]]:
-    """The weights of a program that are in another file, with their data in the type that the program has now."""
+    """The weights of a program that are in a separate file, with their data in the type that the program has now."""
     for tensor in filter(uses_external_data, model.graph.initializer):
         places = external_places(tensor)
         length, offset = int(places["length"]), int(places["offset"])
@@ -89,7 +89,7 @@ def _half(path: Path) -> onnx.ModelProto:
 
 
 def halve(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Convert a program to float16. The data type of weights in other files changes, but not their data.
+    """Convert a program to float16. The data type of weights in separate files changes, but not their data.
 
     Inputs and outputs stay in float32, and so does what is computed from the timestep: see OF_TIMESTEP.
 
@@ -107,7 +107,7 @@ def halve(model: onnx.ModelProto) -> onnx.ModelProto:
         if tensor.data_type == TensorProto.FLOAT
     }
     for tensor in graph.initializer:
-        if tensor.name in outside:  # one number stands for each
+        if tensor.name in outside:  # a single number stands for each tensor
             tensor.CopyFrom(numpy_helper.from_array(np.ones([1] * len(tensor.dims), "float32"), tensor.name))
     precise = sorted(_precise(graph))
     model = float16.convert_float_to_float16(

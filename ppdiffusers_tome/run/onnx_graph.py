@@ -39,19 +39,19 @@ class Graph:
         return name
 
     def constant(self, name: str) -> np.ndarray | None:
-        """The array of a constant; None if the value is not constant, or is stored in another file."""
+        """The array of a constant; None if the value is not constant, or is stored in a separate file."""
         node = self.maker(name)
         is_value = node is not None and node.op_type == "Constant" and node.attribute[0].name == "value"
         tensor = node.attribute[0].t if is_value and node is not None else self.weights.get(name)
         return None if tensor is None or tensor.external_data else numpy_helper.to_array(tensor)
 
     def number(self, node: onnx.NodeProto, operator: str) -> float | None:
-        """The number that an Add or Mul node combines with its first input; None for any other operator."""
+        """The number that an Add or Mul node combines with its first input; None for different operators."""
         value = self.constant(node.input[1]) if node.op_type == operator else None
         return float(value.reshape([-1])[0]) if value is not None and value.size == 1 else None
 
     def only_user(self, node: onnx.NodeProto | None) -> onnx.NodeProto | None:
-        """The node that uses a node's first output, if it is the only one."""
+        """The node that uses a node's first output, if no further node does."""
         using = [] if node is None else self.users.get(node.output[0], [])
         return using[0] if len(using) == 1 else None
 
@@ -79,7 +79,7 @@ def rewrite(model: onnx.ModelProto, change: Callable[[onnx.NodeProto], Sequence[
 def drop_unused(model: onnx.ModelProto) -> None:
     """Remove the nodes that do not contribute to an output.
 
-    onnxoptimizer (0.3.13) does it too, but loses the places of weights that are in another file.
+    onnxoptimizer (0.3.13) does it too, but loses the places of weights that are in a separate file.
     """
     needed, used = {output.name for output in model.graph.output}, []
     for node in reversed(model.graph.node):

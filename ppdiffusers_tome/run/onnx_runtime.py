@@ -33,8 +33,8 @@ class OnnxRuntime(Runtime):
     """ONNX Runtime.
 
     Args:
-        device: the execution provider: "cpu"; with another build of ONNX Runtime "cuda" (or "cuda:1" for the second
-            GPU) or "openvino". "cpu" is tested, and the programs of "cuda" have run on a GPU.
+        device: the execution provider: "cpu"; with different builds of ONNX Runtime "cuda" (or "cuda:1" for the
+            second GPU) or "openvino". "cpu" is tested, and the programs of "cuda" have run on a GPU.
         threads: as in `Runtime`.
         precision: "fp32"; with device="cuda" also "fp16".
 
@@ -74,7 +74,7 @@ class OnnxRuntime(Runtime):
 class OnnxProgram(Program):
     """A program in ONNX Runtime, whose sessions may run in several threads at once.
 
-    On a CPU its attention is fused, and it shares its weights with the other programs of its folder: see
+    On a CPU its attention is fused, and it shares its weights with all programs of its folder: see
     `onnx_cpu`. On a CUDA GPU its attention is fused too: see `onnx_gpu`.
 
     Args:

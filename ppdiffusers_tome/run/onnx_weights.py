@@ -24,8 +24,8 @@ class SharedWeights:
 
     Args:
         path: the file of weights.
-        places: the offset and length of the weights that are in the file, by their SHA-256, to which others are added.
-            None: there must be no such file yet.
+        places: the offset and length of the weights that are in the file, by their SHA-256, to which further
+            weights are added. None: there must be no such file yet.
     """
 
     def __init__(self, path: Path, places: dict[str, tuple[int, int]] | None = None) -> None:

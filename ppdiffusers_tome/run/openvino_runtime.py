@@ -22,7 +22,7 @@ def core() -> Any:
     """OpenVINO's core, one for the process.
 
     On a CPU with AMX, each core that compiles gives its thread a stack for signal handlers. When the second of two
-    ends, the stack is one that is gone, and Ctrl-C crashes the process (openvino 2026.4.1).
+    ends, the stack is gone, and Ctrl-C crashes the process (openvino 2026.4.1).
 
     Raises:
         ToMeExportError: OpenVINO is not installed.
@@ -65,8 +65,8 @@ class OpenVinoProgram(Program):
     """A program in OpenVINO. Calls from several threads run one after another.
 
     The first call compiles it for the shapes of its inputs, which is up to a quarter faster than for any shapes. The
-    first call with other shapes compiles it for any shapes. So its weights are in memory once or twice. A call raises
-    ToMeExportError if this version of OpenVINO cannot compile the program.
+    first call with different shapes compiles it for any shapes. So its weights are in memory once or twice. A call
+    raises ToMeExportError if this version of OpenVINO cannot compile the program.
 
     Raises:
         ToMeExportError: this version of OpenVINO cannot read it.
@@ -122,4 +122,4 @@ class OpenVinoProgram(Program):
 
 def _input_shapes(model: Any) -> dict[str, Any]:
     """The shape of each input by name. Their tensors have further names, of operations that OpenVINO has removed."""
-    return {one.get_friendly_name(): one.get_partial_shape() for one in model.get_parameters()}
+    return {input_.get_friendly_name(): input_.get_partial_shape() for input_ in model.get_parameters()}

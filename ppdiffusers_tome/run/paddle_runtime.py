@@ -78,8 +78,8 @@ class Predictor(Program):
         runtime: device and settings; `onednn` None means off here.
 
     Raises:
-        ToMeExportError: this Paddle cannot load the program, or this process was forked from one with predictors. A
-            call raises that too.
+        ToMeExportError: this Paddle cannot load the program, or this process was forked from a process with
+            predictors. A call raises that too.
     """
 
     _process: ClassVar[int | None] = None  # the process that has made predictors

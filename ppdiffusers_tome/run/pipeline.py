@@ -53,20 +53,20 @@ def load_pipeline(
         folder: written by `export_pipeline`.
         cls: ppdiffusers class to load it as; None: the class that was exported.
         ratio: merge ratio, one of the exported ones; None: the first of them.
-        runtime: "onnxruntime" or "openvino", for a folder with ONNX programs, or "paddle", for one with Paddle
+        runtime: "onnxruntime" or "openvino", for a folder with ONNX programs, or "paddle", for a folder with Paddle
             programs. None: ONNX Runtime, or with device="gpu" Paddle Inference; if the folder has only one of the two
             formats, the runtime of that one.
-        verify: compare the weights with the hashes in `tome.json`, which takes seconds per GB. All other files are
+        verify: compare the weights with the hashes in `tome.json`, which takes seconds per GB. All remaining files are
             always compared. With unnoticed damaged weights, images are black or the process crashes.
-        max_programs: largest number of programs of the UNet in memory, at least 1. The least recently used one is
-            unloaded before another is loaded. None: they stay loaded. In ONNX Runtime on a CPU all of them share one
-            copy of the weights; in Paddle Inference and OpenVINO each has its own.
+        max_programs: largest number of programs of the UNet in memory, at least 1. The least recently used program is
+            unloaded before a further program is loaded. None: they stay loaded. In ONNX Runtime on a CPU all of
+            them share one copy of the weights; in Paddle Inference and OpenVINO each has its own.
         settings: device, threads and precision, as in the runtime's class: `OnnxRuntime`, `OpenVinoRuntime`, or
             `PaddleRuntime`, which also has onednn and optimize.
 
     Raises:
         ToMeConfigError: an argument is not allowed, or the ratio was not exported (the message lists those that were).
-        ToMeExportError: the folder is not an exported one, is damaged, was not exported for the runtime, or the
+        ToMeExportError: the folder is not an export, is damaged, was not exported for the runtime, or the
             runtime is not installed or cannot run it.
 
     Example:
@@ -95,7 +95,7 @@ def load_pipeline(
 
 
 def from_image(pipe: DiffusionPipeline) -> DiffusionPipeline:
-    """The pipeline for image-to-image over the models of one for text-to-image, of a class in FROM_IMAGE.
+    """The pipeline for image-to-image over the models of a pipeline for text-to-image, of a class in FROM_IMAGE.
 
     It has the settings too, which `components` does not contain, as whether an absent negative prompt is zeros.
     """
@@ -118,8 +118,8 @@ def choose_runtime(runtime: str, **settings: Any) -> Runtime:
         raise ParameterError("runtime", runtime, f"it must be one of {[*RUNTIMES]}.")
     allowed = [field.name for field in fields(RUNTIMES[runtime])]
     if unknown := sorted(set(settings) - set(allowed)):
-        others = [name for name, cls in RUNTIMES.items() if set(unknown) <= {field.name for field in fields(cls)}]
-        remedy = f"pass runtime={others[0]!r}, or leave it out" if others else "leave it out"
+        having = [name for name, cls in RUNTIMES.items() if set(unknown) <= {field.name for field in fields(cls)}]
+        remedy = f"pass runtime={having[0]!r}, or leave it out" if having else "leave it out"
         raise ToMeConfigError(
             f"{', '.join(unknown)}: runtime={runtime!r} has only the settings {', '.join(allowed)}; {remedy}."
         )

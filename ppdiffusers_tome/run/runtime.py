@@ -31,7 +31,7 @@ class Program(ABC):
 
     @abstractmethod
     def __call__(self, **inputs: paddle.Tensor) -> list[paddle.Tensor]:
-        """Run the program on inputs by name, others are ignored; returns its outputs in order."""
+        """Run the program on inputs by name, and ignore inputs that it lacks; returns its outputs in order."""
 
 
 Load = Callable[[ProgramFile], Program]
@@ -44,7 +44,7 @@ class Runtime(ABC):
     Args:
         device: its names depend on the runtime.
         threads: CPU threads of one program, 1 to 1024; None: the number of available cores.
-        precision: "fp32"; others depend on the runtime and the device.
+        precision: "fp32"; which further precisions there are depends on the runtime and the device.
 
     Raises:
         ToMeConfigError: a value is not allowed, or not on this machine.
@@ -67,7 +67,7 @@ class Runtime(ABC):
 
         Raises:
             ToMeExportError: this version cannot load it.
-            ExportChangedError: a file is not the one that was exported.
+            ExportChangedError: a file is not the file that was exported.
         """
 
     def cores(self) -> int:
@@ -81,7 +81,7 @@ def return_memory() -> None:
     glibc keeps it: after one program of Stable Diffusion 1.5's UNet was written, several gigabytes.
     """
     gc.collect()
-    with suppress(OSError, AttributeError):  # another C library
+    with suppress(OSError, AttributeError):  # a different C library
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 

@@ -13,7 +13,7 @@ from ppdiffusers.configuration_utils import FrozenDict
 from ..api import ToMeMixin
 from ..errors import NotExportedError, ToMeConfigError
 
-# Methods of nn.Layer that need weights. All others are harmless without weights, or are defined below.
+# Methods of nn.Layer that need weights. All remaining methods are harmless without weights, or are defined below.
 NEED_WEIGHTS = (
     "astype", "bfloat16", "float16", "load_dict", "set_dict", "set_state_dict", "state_dict", "to_static_state_dict",
 )  # fmt: skip
@@ -60,7 +60,7 @@ class StandIn(ToMeMixin, nn.Layer):
             for name, value in [*vars(base).items()]:
                 if _is_ours(base) or name.startswith("__") or (base is nn.Layer and name not in NEED_WEIGHTS):
                     continue
-                if any(name in vars(other) for other in cls.__mro__ if _is_ours(other)):
+                if any(name in vars(base) for base in cls.__mro__ if _is_ours(base)):
                     continue
                 if isinstance(value, FunctionType):
                     setattr(cls, name, _refusing(name))
@@ -79,7 +79,7 @@ class StandIn(ToMeMixin, nn.Layer):
         """Do nothing. SDXL's pipelines cast the VAE to float32 and back, but programs always take float32.
 
         Raises:
-            ToMeConfigError: another device or dtype is asked for.
+            ToMeConfigError: a different device or dtype is asked for.
         """
         if device is not None or dtype not in (None, "float32", paddle.float32):
             raise ToMeConfigError(

@@ -28,10 +28,10 @@ from .tickets import Ticket
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1  # between two looks at the progress
-REPEAT_SECONDS = 5.0  # an event is repeated after this time, for proxies; after 10 s without one, the page says so
+REPEAT_SECONDS = 5.0  # an event is repeated after this time, for proxies; the page reports 10 s without an event
 URL_MODELS = ("dall-e-2", "dall-e-3")  # by OpenAI's rule, requests that name them get URLs unless they say otherwise
 EDITS = "/v1/images/edits"
-MAX_PARTS = 50  # files of a form, and as many other fields; real requests have fewer
+MAX_PARTS = 50  # files of a form, and as many fields that are no files; real requests have fewer
 A_FILE = 'a file is a part with a filename, as in filename="a.png", and filename* is none in a form'
 EVENT = {
     "type": "object",
@@ -52,7 +52,7 @@ def image_routes(service: ImageService) -> APIRouter:
 
     @routes.post("/images/generations", response_model=protocol.ImagesResponse, responses=STREAM | ERRORS)
     async def generate(body: Annotated[protocol.ImageRequest, ReadAs(requests.image)], request: Request) -> Response:
-        """Generate images from a prompt, and from an image if the request has one."""
+        """Generate images from a prompt, and from an image if the request has an image."""
         return await _respond(request, service, body, body.image or None, "image_generation")
 
     @routes.post(
@@ -150,7 +150,7 @@ async def _read_form(request: Request) -> tuple[dict[str, str], dict[str, list[b
 
 
 def _only_image(texts: dict[str, str], files: dict[str, list[bytes]]) -> bytes:
-    """The image of a form, whose other files are refused."""
+    """The image of a form, which may have no further files."""
     images = files.pop("image", []) + files.pop("image[]", [])
     if not images and (texts.get("image") or texts.get("image[]")):
         raise ApiError(422, f"it must be a file, and was sent as a text: {A_FILE}", "image", "invalid_value")
@@ -205,7 +205,7 @@ async def _respond(
 
 
 def _log_ignored_fields(service: ImageService, values: protocol.ImageFields) -> None:
-    """Log each field that asks for what this server does not have, the first time that one is sent."""
+    """Log each field that asks for what this server does not have, the first time that it is sent."""
     for name, usual in protocol.IGNORED.items():
         value = getattr(values, name, None)
         if value not in (None, "", *usual) and service.may_log(name):

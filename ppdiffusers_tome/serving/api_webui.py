@@ -1,4 +1,4 @@
-"""The API of stable-diffusion-webui ("A1111"): txt2img, img2img, and the other paths that its clients use."""
+"""The API of stable-diffusion-webui ("A1111"): txt2img, img2img, and all further paths that its clients use."""
 
 import asyncio
 import json
@@ -63,7 +63,7 @@ async def ping() -> dict[str, Any]:
 
 @probes.get("/login_check")
 async def check_login() -> None:
-    """Whether this client may use the server: 401 without the key, if there is one."""
+    """Whether this client may use the server: 401 without the key, if the server has a key."""
 
 
 @probes.get("/queue/status")
@@ -103,7 +103,7 @@ def image_routes(service: ImageService) -> APIRouter:
 
     @routes.post("/options", responses=ERRORS)
     async def set_options(body: Annotated[Options, ReadAs(requests.options)]) -> None:
-        """Set the default ratios of requests; other options accept only their current value."""
+        """Set the default ratios of requests; all remaining options accept only their current value."""
         _set_options(options, body)
         _log_unknown_fields(service, body)
 
@@ -126,7 +126,7 @@ async def skip(service: Service) -> dict[str, Any]:
 
 @router.get("/progress")
 async def show_progress(service: Service) -> ProgressResponse:
-    """The progress of the current pipeline call, which may be of the other interface."""
+    """The progress of the current pipeline call, which may be of OpenAI's interface."""
     images, call = service.queue.accepted, service.queue.oldest_call
     if call is None:
         idle = ProgressState(job_count=images, sampling_step=0, sampling_steps=0)
@@ -221,7 +221,7 @@ async def show_png_info(body: PngInfoRequest, service: Service) -> PngInfoRespon
 async def _respond(
     request: Request, service: ImageService, options: ServerOptions, values: TextRequest, image: str | None
 ) -> Response:
-    """The response to a request for images, which start from the image if there is one."""
+    """The response to a request for images, which start from the image if the request has an image."""
     own = values.override_settings or Options()
     _log_unknown_fields(service, values)
     _log_unknown_fields(service, own, "override_settings.")
@@ -317,7 +317,7 @@ def _second_pass(
 
 
 def _check_second_pass(values: TwoPassRequest, model: ServedModel) -> None:
-    """Raise ApiError if the second pass asks for what only the first one can choose, or cannot be served."""
+    """Raise ApiError if the second pass asks for what only the first pass can choose, or cannot be served."""
     if not model.limits.image_to_image:
         raise ApiError(422, NO_IMAGES, "enable_hr", "invalid_value")
     same_as_first = {"hr_prompt": values.prompt, "hr_negative_prompt": values.negative_prompt}

@@ -57,7 +57,7 @@ def create_app(model: ServedModel, pool: EnginePool, metrics: Metrics, config: A
         own, start the pool before it and close the pool afterwards: the application's lifespan does neither.
 
     Raises:
-        ParameterError: one request may ask for more images than the queue holds.
+        ParameterError: a request may ask for more images than the queue holds.
     """
     queue, images = pool.queue, model.limits.images
     if queue.capacity < images:
@@ -93,7 +93,7 @@ def create_app(model: ServedModel, pool: EnginePool, metrics: Metrics, config: A
 
 
 def _add_middleware(app: FastAPI, metrics: Metrics, config: AppConfig) -> None:
-    """The last one added is the outermost: refusals by the head have CORS headers too, so that pages can read them."""
+    """Add the middleware, the outermost last: refusals by the head have CORS headers too, so pages can read them."""
     app.add_middleware(RequestMiddleware, config=config)
     if config.origins:
         app.add_middleware(OriginMiddleware, config=config)

@@ -23,7 +23,7 @@ class AppConfig:
         request_seconds: longest time in the queue and in the pipeline together; then the answer is 504.
         keep_alive_seconds: time without a request after which a connection is closed. A proxy in front must close its
             own earlier, or it sends a request into a connection that is just being closed.
-        body_bytes: largest body. A larger one is answered with 413, before it is read if its length is in the head.
+        body_bytes: largest body. A larger body is answered with 413, before it is read if its length is in the head.
         hosts: names, besides this machine's own, that requests may address the server by; otherwise a web page could
             reach it through a DNS name of its own. "*" for any, "*.example.org" for all subdomains. Not checked when
             an API key is set, nor for /health and /ready. Upper and lower case, and a dot at the end, make no
@@ -33,7 +33,7 @@ class AppConfig:
             hosts are, and a scheme's default port makes no difference either.
         steps, guidance_scale: defaults for requests without these fields.
         page: whether `/` is the page for browsers; otherwise 404.
-        prompts: examples that suit the model, for the page, which begins with the first one.
+        prompts: examples that suit the model, for the page, which begins with the first example.
         any_model: whether requests may name any model; this server's own model answers them all.
 
     Raises:
@@ -83,7 +83,7 @@ class AppConfig:
 
 
 def dns_name(host: str) -> str:
-    """A host's name, without a port, in the one spelling that stands for all which are equal in DNS."""
+    """A host's name, without a port, in the spelling that stands for all which are equal in DNS."""
     return host.lower().removesuffix(".")
 
 
@@ -93,7 +93,7 @@ def host_of(header: str) -> str:
 
 
 def canonical_origin(origin: str) -> str:
-    """An origin in the one spelling that stands for all equal ones.
+    """An origin in the spelling that stands for all equal origins.
 
     Example:
         >>> canonical_origin("https://Example.org.:443")

@@ -220,7 +220,7 @@ def load_engine(
 def load_warm_engine(
     folder: Path, limits: Limits, guidance_scale: float, settings: dict[str, Any], threads: int | None
 ) -> Engine:
-    """Load an engine with its default program, and warm it up. The pool loads its other programs while no image waits.
+    """Load an engine with its default program, and warm it up. The pool loads the rest while no image waits.
 
     Paddle's programs are all loaded here: while it creates a predictor it holds Python's global lock, for over a
     second, and the server could not answer.
@@ -235,7 +235,7 @@ def load_warm_engine(
 
 
 def warm_up_jobs(limits: Limits, guidance_scale: float, steps: int = 2) -> list[Job]:
-    """A small job with the defaults, and one from an image, to run before the server is ready.
+    """A small job with the defaults, and a job from an image, to run before the server is ready.
 
     They load the models beside the UNet, whose predictors are created at their first use.
     """

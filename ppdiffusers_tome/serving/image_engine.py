@@ -1,4 +1,4 @@
-"""What an engine is, in this process or in another one, and what is known of its model before it is loaded."""
+"""What an engine is, in this process or its own, and what is known of its model before it is loaded."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +50,7 @@ class ImageSource(Protocol):
 
 
 class ImageEngine(ImageSource, Protocol):
-    """Generates images. One thread calls `generate` and `load_next`; any thread may call the others."""
+    """Generates images. One thread calls `generate` and `load_next`; any thread may call the remaining methods."""
 
     @property
     def can_batch(self) -> bool:
@@ -73,7 +73,7 @@ class ImageEngine(ImageSource, Protocol):
         """Generate the images of the jobs in one pipeline call.
 
         Args:
-            jobs: one, or several with equal `batch_key`, which is not None, if `can_batch`.
+            jobs: a single job, or several with equal `batch_key`, which is not None, if `can_batch`.
             should_stop: called with the number of finished steps and of all steps, of both passes if there are two,
                 before the first step and after some or all steps. If it returns True, the call ends.
 
@@ -98,7 +98,7 @@ class ImageEngine(ImageSource, Protocol):
         """
 
 
-# Makes an engine. Its argument returns True when none is wanted any more: an engine in another process then ends.
+# Makes an engine. Its argument returns True when no engine is wanted any more: then an engine in its own process ends.
 LoadEngine: TypeAlias = Callable[[Callable[[], bool]], ImageEngine]
 
 

@@ -36,11 +36,11 @@ class GenerationError(ToMeError, RuntimeError):
 
 
 class EngineLostError(ToMeError, RuntimeError):
-    """The process of an engine has ended or does not end a pipeline call; another engine can repeat its jobs."""
+    """The process of an engine has ended or does not end a pipeline call; a different engine can repeat its jobs."""
 
 
 def seed_after(first: int, count: int) -> int:
-    """The seed of the image `count` places after the one with seed `first`: their sum, modulo 2**32."""
+    """The seed of the image `count` places after the image with seed `first`: their sum, modulo 2**32."""
     return (first + count) % (MAX_SEED + 1)
 
 

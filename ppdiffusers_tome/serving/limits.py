@@ -127,7 +127,7 @@ class Limits:
         return allowed
 
     def find_size(self, size: Size) -> Size:
-        """The size, which must be an exported one.
+        """The size, which must be an exported size.
 
         Raises:
             JobError: it was not exported.
@@ -143,7 +143,7 @@ class Limits:
 
 
 def bounded(model: type[Model], types: Mapping[str, Any]) -> type[Model]:
-    """A subclass of a request's model for one export: these types are those of its fields, by name.
+    """A subclass of a request's model for an export: these types are those of its fields, by name.
 
     A field that may be null may still be null. Names, defaults and descriptions are the model's.
     """

@@ -49,7 +49,7 @@ NOT_JSON = {
 
 
 class CountingMiddleware:
-    """ASGI middleware around all others, which counts all answers to HTTP requests. It refuses websockets.
+    """The outermost ASGI middleware, which counts all answers to HTTP requests. It refuses websockets.
 
     It strips a trailing slash before routing: a redirect would lose the scheme and the prefix of a proxy in front.
     """
@@ -58,7 +58,7 @@ class CountingMiddleware:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":  # no route has one. Closed before it is accepted, the handshake gets a 403
+        if scope["type"] == "websocket":  # no route is one. Closed before it is accepted, the handshake gets a 403
             await WebSocketClose()(scope, receive, send)
             return
         if scope["type"] != "http":  # the lifespan, which FastAPI answers
@@ -154,7 +154,7 @@ class RequestMiddleware:
             message = f"the Content-Length {length[:50]!r} is not a number of bytes"
             raise ApiError(400, message, code="malformed_request")
         if "transfer-encoding" in request.headers and "content-length" in request.headers:
-            # A proxy may take the length where h11 takes the chunks, and see other requests in what follows.
+            # A proxy may take the length where h11 takes the chunks, and see further requests in what follows.
             message = "the request has both a Content-Length and a Transfer-Encoding"
             raise ApiError(400, message, code="malformed_request", headers={"Connection": "close"})
         self._check_size(int(length))
@@ -191,7 +191,7 @@ class RequestMiddleware:
 class JsonRoute(APIRoute):
     """A route whose body must be JSON, with that content type or none.
 
-    For JSON, browsers require a CORS preflight of pages of other origins. They may send a body without a type, but
+    For JSON, browsers require a CORS preflight of pages of different origins. They may send a body without a type, but
     with an Origin, which `RequestMiddleware` checks.
     """
 

@@ -80,7 +80,7 @@ def generate(prompts: Sequence[Prompt], identity: str, output: Path, batch: int,
         missing = {prompt for prompt, path in paths.items() if not _is_complete_png(path)}
         summary.skipped = len(prompts) - len(missing)
         # Rounding depends on the batch size. So the complete list is split into batches, and a batch with a missing
-        # image is repeated: a resumed run writes the same bytes as an uninterrupted one.
+        # image is repeated: a resumed run writes the same bytes as an uninterrupted run.
         batches = [members for members in split(prompts, batch) if not missing.isdisjoint(members)]
         # The backend is closed as soon as an image cannot be written, so that its workers end before Ray does.
         with closing(backend(batches)) as results, _progress(len(prompts), summary.skipped) as advance:
@@ -136,7 +136,7 @@ def split(prompts: Sequence[Prompt], batch: int) -> list[list[Prompt]]:
 
 
 def generate_here(load: Callable[[], ImageEngine]) -> ImageBackend:
-    """A backend with one engine in this process. It is loaded for the first batch, and stderr says so."""
+    """A backend with an engine in this process. It is loaded for the first batch, and stderr says so."""
 
     def run(batches: Sequence[Sequence[Prompt]]) -> ImageResults:
         engine: ImageEngine | None = None
@@ -154,7 +154,7 @@ def generate_here(load: Callable[[], ImageEngine]) -> ImageBackend:
 def generate_batch(
     engine: ImageEngine, batch: Sequence[Prompt], report: Callable[[int, int], None] | None = None
 ) -> list[ImageResult]:
-    """Run a batch, in one call if the engine can. If it fails, run each prompt alone, so that the others succeed.
+    """Run a batch, in one call if the engine can. If it fails, run each prompt alone, so that the rest succeeds.
 
     Args:
         batch: from `split`, or of one prompt.
@@ -162,7 +162,7 @@ def generate_batch(
             in another process.
 
     Raises:
-        EngineLostError: the engine is lost, so another one must run the batch.
+        EngineLostError: the engine is lost, so a different engine must run the batch.
         AbandonedError: the engine was stopped.
     """
     jobs = [prompt.job for prompt in batch]
@@ -177,7 +177,7 @@ def generate_batch(
             images = engine.generate(jobs, None if report is None else after_step)
         except (EngineLostError, AbandonedError):
             raise
-        except Exception as error:  # anything from Paddle: the other prompts may still succeed
+        except Exception as error:  # anything from Paddle: the remaining prompts may still succeed
             if len(batch) == 1:
                 return [(batch[0], f"{type(error).__name__}: {error}")]
         else:

@@ -99,7 +99,7 @@ def load_image(source: str | bytes, size: Size, limits: Limits) -> Image.Image:
         limits: has the limits of pixels, sides and aspect. They are checked before the image is decoded.
 
     Raises:
-        JobError: the image is malformed, of another format or too large; the field is `image`.
+        JobError: the image is malformed, of a different format or too large; the field is `image`.
     """
     with _opened(source, limits) as image:
         return upright_rgb(image).resize((size.width, size.height), Image.Resampling.LANCZOS)

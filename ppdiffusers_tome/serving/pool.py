@@ -18,8 +18,8 @@ from .tickets import Call, State, UnavailableError
 logger = logging.getLogger(__name__)
 MAX_FAILURES = 5  # images in a row that failed because of the model, after which the process is unhealthy
 POLL_SECONDS = 1.0  # between two looks of a spare thread at whether it is needed
-SCALE_UP_SECONDS = 10.0  # waiting time of an image after which another engine is loaded
-RETRY_SECONDS = 30.0  # after which an engine that could not be loaded is tried again, if there is another one
+SCALE_UP_SECONDS = 10.0  # waiting time of an image after which a further engine is loaded
+RETRY_SECONDS = 30.0  # after which an engine that could not be loaded is tried again, if there are further engines
 SCALE_DOWN_SECONDS = 600.0  # idle time of an engine after which it is ended, if it is not needed
 
 
@@ -31,9 +31,10 @@ class EnginePool:
             engine is lost or cannot be loaded.
         queue: the calls.
         metrics: shows whether the pool is ready, and the programs that engines load.
-        min_engines, max_engines: number of engines. Another one is loaded when an image has waited for ten seconds and
-            all engines run calls, one after the other. It is ended when it has been idle for ten minutes. One that
-            cannot be loaded is tried again; the pool fails if there is no other and no thread can load one.
+        min_engines, max_engines: number of engines. A further engine is loaded when an image has waited for ten
+            seconds and all engines run calls, one engine at a time. It is ended when it has been idle for ten minutes.
+            An engine that cannot be loaded is tried again; the pool fails if it has no engine and no thread can load
+            one.
         stuck_seconds: duration of a pipeline call after which the pool is unhealthy.
 
     Raises:
@@ -65,7 +66,7 @@ class EnginePool:
         self._failures_to_load = 0  # in a row, of engines or their programs
         self._next_load = 0.0  # by time.monotonic(); see RETRY_SECONDS
         self._failures = 0  # images in a row that failed because of the model
-        self._has_changed = False  # whether the export is not the one that was loaded
+        self._has_changed = False  # whether the export is not the export that was loaded
         self._threads = [
             threading.Thread(target=self._work, args=(number >= min_engines,), name=f"images-{number}")
             for number in range(max_engines)
@@ -76,7 +77,7 @@ class EnginePool:
         metrics.program_loads.set_function(lambda: sum(engine.program_loads for engine in [*self._engines]))
 
     def start(self) -> None:
-        """Start the threads, which load their engines; after the first one `state` becomes "ready"."""
+        """Start the threads, which load their engines; after the first engine `state` becomes "ready"."""
         for thread in self._threads:
             thread.start()
 
@@ -98,7 +99,7 @@ class EnginePool:
         return f"the last {self._failures} images failed" if self._failures >= MAX_FAILURES else None
 
     def count_tokens(self, prompt: str) -> tuple[int, int, str]:
-        """See `ImageEngine.count_tokens`. If an engine is lost, another one counts and it is replaced.
+        """See `ImageEngine.count_tokens`. A different engine counts in place of a lost engine, which is replaced.
 
         Raises:
             UnavailableError: no engine is loaded now.
@@ -131,7 +132,7 @@ class EnginePool:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self, is_temporary: bool) -> None:
-        """A thread: load an engine, run call after call until closed, and load another engine if it is lost.
+        """A thread: load an engine, run call after call until closed, and load a new engine if it is lost.
 
         A thread that fails is temporary from then on: it waits until it is needed.
         """
@@ -182,7 +183,7 @@ class EnginePool:
         logger.error("an engine has failed, %s: %s", rest, error, exc_info=not isinstance(error, ToMeError))
 
     def _wait_until_needed(self) -> bool:
-        """Block until another engine is needed, and return True; return False if the pool was closed.
+        """Block until a further engine is needed, and return True; return False if the pool was closed.
 
         It is needed if an image has waited more than SCALE_UP_SECONDS and no other thread will take it, because all
         run calls: one that loads an engine or a program, or waits for images to fill its batch, will. It is also
@@ -267,7 +268,7 @@ class EnginePool:
             self.queue.deliver(call, images)
 
     def _fail(self, call: Call, error: Exception) -> bool:
-        """Let the job of a call fail, or several jobs run again; returns whether it was one."""
+        """Let the job of a call fail, or several jobs run again; returns whether it was a single job."""
         if len(call.tickets) > 1 and not isinstance(error, AbandonedError):
             self.queue.repeat(call)
             return False

@@ -8,7 +8,7 @@ SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 
 
 class Metrics:
-    """Counters and gauges. `CountingMiddleware` sets those of requests, `JobQueue` and `EnginePool` the others.
+    """Counters and gauges. `CountingMiddleware` sets those of requests, `JobQueue` and `EnginePool` set the rest.
 
     Status 499: the client disconnected before the answer. The outcome of an image is "generated", "failed" (the
     pipeline raised) or "abandoned" (no client waits).

@@ -78,7 +78,7 @@ def read_prompts(path: Path, defaults: Job, limits: Limits) -> list[Prompt]:
     Args:
         path: UTF-8; blank lines are skipped.
         defaults: values of absent fields; in a `.txt` file of all fields but the prompt. The seed is the first
-            prompt's; each further one has the next, modulo 2**32.
+            prompt's; each further prompt has the next, modulo 2**32.
         limits: the jobs that are allowed.
 
     Raises:
@@ -141,7 +141,7 @@ def model_prompts(model: str, option: str) -> list[str]:
 
     Args:
         model: folder or hub name.
-        option: what names other prompts on the command line.
+        option: what names different prompts on the command line.
 
     Raises:
         PromptFileError: as `read_prompts`.

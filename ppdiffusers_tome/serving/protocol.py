@@ -1,7 +1,7 @@
 """Requests and responses as pydantic models: what both interfaces share, and OpenAI's images API.
 
-The models of requests have the bounds that are the same for all exports. `requests_for` makes those for one export,
-which have all bounds, and so does /openapi.json.
+The models of requests have the bounds that are the same for all exports. `requests_for` makes the models for an
+export, which have all bounds, and so does /openapi.json.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class ImageFields(Strict):
     response_format: Literal["b64_json", "url", ""] | None = Field(
         None, description="url: a data URL, because no image is stored. b64_json if absent, except for DALL-E's names"
     )
-    # OpenAI's fields of which this server supports one value. Clients send an empty text for none.
+    # OpenAI's fields of which this server supports a single value. Clients send an empty text for none.
     output_format: Literal["png", ""] | None = None
     partial_images: Annotated[Integer, Field(json_schema_extra={"enum": [0]})] | None = None
     # OpenAI's fields that are ignored, because an image without what they ask for is still useful: see `IGNORED`.
@@ -72,7 +72,7 @@ class ImageRequest(ImageFields):
 
 
 class EditRequest(ImageFields):
-    """Images to generate from one image, which the same form holds as a file."""
+    """Images to generate from an image, which the same form holds as a file."""
 
     input_fidelity: str | None = Field(None, max_length=100, description="ignored")
 
@@ -112,7 +112,7 @@ class ImagesResponse(BaseModel):
 
 
 class ProgressEvent(BaseModel):
-    """Sent at most ten times a second. OpenAI has no such event; its client passes it on like any other."""
+    """Sent at most ten times a second. OpenAI has no such event; its client passes it on as it does all events."""
 
     type: str  # "image_generation.progress" or "image_edit.progress"
     position: int  # of the last image in the queue; 0: none waits
@@ -172,7 +172,7 @@ class TokensResponse(BaseModel):
 
 @dataclass(frozen=True)
 class Requests:
-    """The models of requests for one export."""
+    """The models of requests for an export."""
 
     image: type[ImageRequest]
     edit: type[EditRequest]

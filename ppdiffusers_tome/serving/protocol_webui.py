@@ -65,7 +65,7 @@ class Lenient(BaseModel):
 
 
 class Options(Lenient):
-    """Options of the server, or of one request."""
+    """Options of the server, or of a request."""
 
     sd_model_checkpoint: str | None = None
     sd_vae: str | None = None
@@ -209,7 +209,7 @@ class ImageToImageRequest(TextRequest):
 
 @dataclass(frozen=True)
 class WebuiRequests:
-    """The models of requests for one export."""
+    """The models of requests for an export."""
 
     text: type[TwoPassRequest]
     image: type[ImageToImageRequest]
@@ -228,7 +228,7 @@ def aliases_of(sampler: str) -> list[str]:
 
 
 def samplers_of(sampler: str) -> list[str]:
-    """Names of samplers that requests may have, where this one was exported."""
+    """Names of samplers that requests may have, where this sampler was exported."""
     return [*DEFAULT_SAMPLERS, sampler, *aliases_of(sampler)]
 
 
@@ -282,7 +282,7 @@ class GenerationInfo(BaseModel):
     subseed_strength: float = 0
     width: int
     height: int
-    sampler_name: str  # the exported one
+    sampler_name: str  # the exported sampler
     cfg_scale: float
     steps: int
     batch_size: int
@@ -339,7 +339,7 @@ class PngInfoResponse(BaseModel):
     """How an image was made; empty if it does not say so."""
 
     info: str  # the text chunk `parameters`
-    items: dict[str, str]  # the other texts
+    items: dict[str, str]  # all further texts
     parameters: dict[str, str]  # those in `info`
 
 

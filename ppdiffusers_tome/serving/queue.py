@@ -29,8 +29,8 @@ class JobQueue:
         metrics: counts the images.
         capacity: largest number of waiting images; images in a call do not count.
         max_batch: largest number of images in one pipeline call.
-        batch_wait: seconds, 0 to 60, that the oldest job waits for others to share its call. Time that it spent in the
-            queue during an earlier call counts.
+        batch_wait: seconds, 0 to 60, that the oldest job waits for further jobs to share its call. Time that it spent
+            in the queue during an earlier call counts.
 
     Raises:
         ParameterError: a number is not allowed.
@@ -87,7 +87,7 @@ class JobQueue:
         """Generate the images of all jobs or of none. Cancelling the call abandons the jobs and frees their places.
 
         Args:
-            jobs: of one request; without their image if `load_image` is given.
+            jobs: of a request; without their image if `load_image` is given.
             load_image: decodes the image that all jobs start from. It is called once, in a thread, after the jobs
                 have their places and before the pipeline runs.
             on_accepted: called with the jobs' tickets, which show their progress, when the jobs are accepted.
@@ -198,7 +198,7 @@ class JobQueue:
         self._end(call)
 
     def repeat(self, call: Call, engine_lost: bool = False) -> None:
-        """Let the jobs of a call wait again, in front of all others. Each then has a call of its own.
+        """Let the jobs of a call wait again, in front of all jobs that wait. Each then has a call of its own.
 
         A job with which MAX_LOST_ENGINES engines were lost fails.
         """
@@ -233,7 +233,7 @@ class JobQueue:
     @property
     def accepted(self) -> int:
         """The number of images that wait or run."""
-        with self._changed:  # a batch moves from one list to the other
+        with self._changed:  # a batch moves between two lists
             return self.waiting + self.running
 
     @property

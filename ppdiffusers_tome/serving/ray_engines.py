@@ -1,4 +1,4 @@
-"""Engines in their own processes, on this machine or others: Ray actors."""
+"""Engines in their own processes, on this machine or more machines: Ray actors."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,7 +79,7 @@ def ray_session(address: str | None, cpus: float, gpus: float, shows_logs: bool)
 
 
 class EngineProcess:
-    """The actor. Its engine runs in one thread; `progress` and `count_tokens` are answered in another one."""
+    """The actor. Its engine runs in a thread; `progress` and `count_tokens` are answered in a second thread."""
 
     def __init__(self, load: Callable[[], ImageEngine]) -> None:
         self._load = load
@@ -270,7 +270,7 @@ class _Work:
             self._is_over.set()
             for _ in threads:
                 self._waiting.put(None)
-            for thread in threads:  # a thread that outlives the session would start another Ray
+            for thread in threads:  # a thread that outlives the session would start Ray again
                 thread.join()
 
     def _results(self, threads: int) -> ImageResults:

@@ -1,4 +1,4 @@
-"""The server of one process: uvicorn in one thread, an engine in each other one. SIGTERM finishes accepted jobs."""
+"""The server of one process: uvicorn in a thread, an engine in each further thread. SIGTERM finishes accepted jobs."""
 
 import asyncio
 import logging
@@ -44,7 +44,7 @@ def serve(
     Args:
         pool: not yet started. It loads its engine while the server already answers /health and /ready.
         app: from `create_app`, over that pool.
-        host, port: address to listen on; port 0 selects a free one, which is logged.
+        host, port: address to listen on; port 0 selects a free port, which is logged.
         seconds: longest time from the first signal to the end.
         on_ready: called once with the address for a browser on this machine, when the model is loaded.
         keep_alive: seconds without a request after which a connection is closed.

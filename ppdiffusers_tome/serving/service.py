@@ -27,7 +27,7 @@ Submission: TypeAlias = "asyncio.Future[list[Image.Image]]"
 
 
 class ImageService:
-    """Makes the jobs of requests and generates their images. Each application has one, in `app.state.service`.
+    """Makes the jobs of requests and generates their images. Each application has a service, in `app.state.service`.
 
     Args:
         model: what requests may ask for.
@@ -46,8 +46,8 @@ class ImageService:
 
         Args:
             images: the number of jobs; 1 if it is None.
-            seed: of the first image, None for a random one; each further image has the next.
-            values: of other fields of a `Job`. Those that are None or absent have the server's defaults.
+            seed: of the first image, None for a random seed; each further image has the next.
+            values: of further fields of a `Job`. Those that are None or absent have the server's defaults.
 
         Raises:
             JobError: see `Job`.
@@ -67,7 +67,7 @@ class ImageService:
         on_accepted: Callable[[list[Ticket]], object] = lambda tickets: None,
         interruptible: bool = False,
     ) -> list[str]:
-        """Generate the images of one request.
+        """Generate the images of a request.
 
         Args:
             request: if its client disconnects, the jobs are abandoned.

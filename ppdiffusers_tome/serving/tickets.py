@@ -47,7 +47,7 @@ class Progress:
 
     def advance(self, step: int, steps: int) -> None:
         """Record that `step` of `steps` steps are finished."""
-        if self.step_times is not None and (step or self.step_times):  # step 0 comes before the first one
+        if self.step_times is not None and (step or self.step_times):  # step 0 comes before the first step
             self.step_times = [*self.step_times, monotonic()] if step == len(self.step_times) + 1 else None
         self.step, self.steps = step, steps
 
@@ -71,15 +71,15 @@ class Ticket:
     job: Job
     arrived: float  # by time.monotonic()
     future: "Future[Image.Image]" = field(default_factory=Future)
-    place: int = 0  # in the queue, 1 for the next one; 0 if it does not wait
-    progress: Progress | None = None  # of the last call that it shared; None before the first one
+    place: int = 0  # in the queue, 1 for the next ticket; 0 if it does not wait
+    progress: Progress | None = None  # of the last call that it shared; None before the first call
     runs_alone: bool = False  # because a call that it shared has failed
     lost_engines: int = 0
 
     def fail(self, error: BaseException) -> None:
         """Raise an error where the image is awaited.
 
-        It is a generic one unless it is ours: messages of other errors may leak paths.
+        It is a generic message unless the error is ours: messages of all other errors may leak paths.
         """
         if not isinstance(error, (GenerationError, JobError)):
             error = GenerationError("the pipeline failed; the server's log has the reason")

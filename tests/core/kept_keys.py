@@ -74,8 +74,8 @@ def check_calls(model, calls, grid, timestep=10, frames=1, keys_of=None, toleran
     for call in calls:
         block, placement = layers[id(call.layer)]
         tokens = frames * grid.tokens if block.family.has_frames else grid.tokens
-        image, text = _split(call, block.facts.text, tokens)
-        out, out_text = _split_output(call.output, block.facts.text, tokens)
+        image, text = _split(call, block.spec.text, tokens)
+        out, out_text = _split_output(call.output, block.spec.text, tokens)
         of_frames = [kept_tokens(block, placement, grid, timestep, frame) for frame in range(frames)]
         mask = call.arguments.get("attention_mask")
         for row in range(len(image)):

@@ -154,9 +154,9 @@ def test_grids_below_min_tokens_stay_plain(pipe):
     with pipe.tome(ratio=0.5, method="tomesd", max_downsample=2, min_tokens=64):
         np.testing.assert_array_equal(draw(pipe), of_level_1)
         summary = pipe.tome_summary(height=32, width=32)
-        assert {(block.level, block.is_gated) for block in summary.blocks} == {(1, False), (2, True)}
-        assert str(summary).count("plain (min_tokens)") == sum(block.is_gated for block in summary.blocks)
-        assert not any(block.is_gated for block in pipe.tome_summary(height=64, width=64).blocks)
+        assert {(block.level, block.is_below_min_tokens) for block in summary.blocks} == {(1, False), (2, True)}
+        assert str(summary).count("plain (min_tokens)") == sum(block.is_below_min_tokens for block in summary.blocks)
+        assert not any(block.is_below_min_tokens for block in pipe.tome_summary(height=64, width=64).blocks)
 
 
 # with pipe.tome(...)

@@ -108,7 +108,7 @@ def test_todo_at_half_takes_a_checkerboard_as_keys_and_values():
 def test_grids_with_remainders(settings, side, of_cell, h, w):
     """todo keeps one or two keys of each whole cell, interlace also the tokens outside; without one, all remain."""
     unet, kept = make_unet(**ONE_LEVEL), []
-    attention = find_blocks(unet)[0].block.attn1
+    attention = find_blocks(unet)[0].layer.attn1
     plain = run(unet, h=h, w=w)
     unet.apply_tome(**settings)
     if not settings:
@@ -141,7 +141,7 @@ def test_tomesd_runs_layers_on_merged_tokens(plans):
     """Around cross-attention the keys are text, whose mask stays; the feed-forward layer has merged tokens too."""
     unet, given, seen = make_unet(), inputs(), {}
     text, mask = given["encoder_hidden_states"], paddle.to_tensor([[1] * 7, [1] * 4 + [0] * 3])
-    block = find_blocks(unet)[0].block
+    block = find_blocks(unet)[0].layer
     for name in ("attn1", "attn2", "ff"):
         layer = getattr(block, name)
         layer.register_forward_post_hook(lambda layer, args, out, name=name: seen.update({name: (args[0], out)}))
@@ -217,7 +217,7 @@ def test_fused_projections_are_refused():
         model.fuse_qkv_projections()
     plain, processors = draw(sd3, model), model.attn_processors
     for mergeable in find_blocks(model):
-        fuse(mergeable.block.attn)
+        fuse(mergeable.layer.attn)
     expected = draw(sd3, model.apply_tome())
     model.set_attn_processor(FusedJointAttnProcessor2_5())
     with pytest.raises(ToMePassError, match=r"FusedJointAttnProcessor2_5 .*fuse"):
@@ -229,7 +229,7 @@ def test_fused_projections_are_refused():
 
 def test_an_attention_without_projections_of_keys_is_refused_when_merging_is_applied():
     model = sd3()
-    plain, attention = draw(sd3, model), find_blocks(model)[1].block.attn
+    plain, attention = draw(sd3, model), find_blocks(model)[1].layer.attn
     key, attention.to_k = attention.to_k, None
     with pytest.raises(ToMeConfigError, match=r"transformer_blocks\.1 .*to_k.*fusion"):
         model.apply_tome()
@@ -301,7 +301,7 @@ def test_processors_that_project_part_of_the_batch_are_an_error_with_a_remedy(pr
 
 def test_no_error_recommends_tomesd_where_it_is_one():
     model = dit()
-    find_blocks(model)[0].block.attn1.set_processor(PerturbedGuidance())
+    find_blocks(model)[0].layer.attn1.set_processor(PerturbedGuidance())
     with pytest.raises(ToMePassError, match=r"processor, or remove_tome\(\) first"):
         draw(dit, model.apply_tome())
 
@@ -310,7 +310,7 @@ def test_no_error_recommends_tomesd_where_it_is_one():
 def test_positional_arguments_are_those_of_the_layer(method):
     """More than the layer takes are an error, as without merging, and so is one that comes twice."""
     unet = make_unet()
-    block, expected = find_blocks(unet)[0].block, run(unet.apply_tome(method=method))
+    block, expected = find_blocks(unet)[0].layer, run(unet.apply_tome(method=method))
     attend, extra, named = block.attn1.forward, [], {}
     block.attn1.forward = lambda hidden_states, **_: attend(hidden_states, *extra, **named)
     for extra[:] in ([], [None], [None, None]):
@@ -327,7 +327,7 @@ def test_positional_arguments_are_those_of_the_layer(method):
 def test_positional_arguments_reach_a_method_below(method):
     """Also one that the layer's own `forward` does not have."""
     unet = make_unet()
-    attention = find_blocks(unet)[0].block.attn1
+    attention = find_blocks(unet)[0].layer.attn1
 
     def scaled(self, hidden_states, encoder_hidden_states=None, attention_mask=None, factor=1.0):
         return factor * type(attention).forward(self, hidden_states)

@@ -203,12 +203,12 @@ def xformers(pipe):
 def chunks(pipe):
     """Do what `enable_forward_chunking` does in models that have it."""
     for mergeable in find_blocks(pipe.unet):
-        mergeable.block.set_chunk_feed_forward(2, dim=1)
+        mergeable.layer.set_chunk_feed_forward(2, dim=1)
     try:
         yield {}
     finally:
         for mergeable in find_blocks(pipe.unet):
-            mergeable.block.set_chunk_feed_forward(None)
+            mergeable.layer.set_chunk_feed_forward(None)
 
 
 @feature("another scheduler")
@@ -358,7 +358,7 @@ def test_feed_forward_chunks_of_models_that_have_them(model):
     merged = output()
     assert np.abs(merged - plain).max() > 1e-4
     denoiser.enable_forward_chunking(1, dim=0)
-    assert all(mergeable.block._chunk_size == 1 for mergeable in find_blocks(denoiser))
+    assert all(mergeable.layer._chunk_size == 1 for mergeable in find_blocks(denoiser))
     chunked = output()
     tiny.pipe.remove_tome()
     chunked_plain = output()

@@ -138,7 +138,7 @@ def test_a_pass_begins_with_the_layer_of_the_table(name, monkeypatch):
         ("PixArt", {"TimestepWrap", "GridWrap"}),
     ],
 )
-@pytest.mark.parametrize("layer", ["timestep_layer", "transformer", "grid_layer", "block"])
+@pytest.mark.parametrize("layer", ["timestep_layer", "transformer", "grid_layer", "layer"])
 def test_layers_that_may_begin_a_pass_do_so_when_they_run_again(name, may_begin, layer):
     model, once = MODELS[name]()
     apply_tome(model)
@@ -158,7 +158,7 @@ def test_a_transformer_that_is_called_alone_does_not_leave_later_passes_without_
     np.testing.assert_array_equal(run(unet), merged)
 
 
-@pytest.mark.parametrize("layer", ["timestep_layer", "transformer", "grid_layer", "block"])
+@pytest.mark.parametrize("layer", ["timestep_layer", "transformer", "grid_layer", "layer"])
 def test_a_wrap_that_another_library_has_removed_is_installed_again(layer):
     """By restoring the `forward` from before: whatever ran before, passes have the settings and grids of their own."""
     unet = make_unet()
@@ -192,7 +192,7 @@ def test_a_pass_that_runs_stays_plain(model_and_pass, place):
     if place == "after the first embedding":
         hook = order[0].register_forward_post_hook(lambda *_: apply_tome(model) and None)
     else:
-        block = blocks[0 if place == "in the first block" else -1].block
+        block = blocks[0 if place == "in the first block" else -1].layer
         hook = block.register_forward_pre_hook(lambda *_: apply_tome(model) and None)
     np.testing.assert_array_equal(once(), plain)
     hook.remove()
@@ -211,7 +211,7 @@ def test_another_thread_applies_it_first(model_and_pass):
         inside.set()
         assert applied.wait(60)
 
-    hook = find_blocks(model)[0].block.register_forward_pre_hook(wait)
+    hook = find_blocks(model)[0].layer.register_forward_pre_hook(wait)
     thread = threading.Thread(target=lambda: outputs.append(once()))
     thread.start()
     assert inside.wait(60)
@@ -231,7 +231,7 @@ def test_a_block_inside_a_block_leaves_the_plan_and_the_keys_of_the_outer_one(un
     expected = run(unet.apply_tome(**settings))
     other = make_unet()
     other.apply_tome()
-    layer = dict(find_blocks(unet)[0].block.named_sublayers())[path]
+    layer = dict(find_blocks(unet)[0].layer.named_sublayers())[path]
 
     def call_other(*_):
         other(**inputs())  # not `run`, whose no_grad cannot be entered twice

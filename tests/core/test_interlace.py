@@ -130,7 +130,7 @@ def keys_seen(model, record):
         record(number, (keys.numpy(), paddle.nn.functional.linear(given[0], layer.weight, layer.bias).numpy()))
 
     for block in find_blocks(model):
-        block.block.attn1.to_k.register_forward_post_hook(partial(see, number=block.index))
+        block.layer.attn1.to_k.register_forward_post_hook(partial(see, number=block.index))
 
 
 def at(model, timestep, **changes):

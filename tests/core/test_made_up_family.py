@@ -14,7 +14,7 @@ from ppdiffusers_tome import Grid, ToMeConfigError, apply_tome, remove_tome
 from ppdiffusers_tome.families import blocks
 from ppdiffusers_tome.families.blocks import find_blocks
 from ppdiffusers_tome.families.stream import Text
-from ppdiffusers_tome.families.table import Attention, Block, Family
+from ppdiffusers_tome.families.table import Attention, BlockSpec, Family
 
 WIDTH, HEADS, TEXT = 32, 2, 7
 GRID = Grid(8, 12)
@@ -80,7 +80,7 @@ def make(monkeypatch, layout=Text.LAST, is_fused=False, block=None, **facts):
     entry = {
         "name": "U-ViT",
         "transformers": (UViT,),
-        "blocks": {UBlock: Block(**{**described, **(block or {})})},
+        "blocks": {UBlock: BlockSpec(**{**described, **(block or {})})},
         "grid_layers": ("patches",),
         "block_lists": ("in_blocks", "mid_block", "out_blocks"),
         "attention": Attention(processor=None),

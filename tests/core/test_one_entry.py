@@ -15,7 +15,7 @@ from ppdiffusers_tome import (
     tome_summary,
 )
 from ppdiffusers_tome.families import table
-from ppdiffusers_tome.families.table import Attention, Block, Family, Projections
+from ppdiffusers_tome.families.table import Attention, BlockSpec, Family, Projections
 from ppdiffusers_tome.methods import METHODS
 
 CHANNELS, COUNT = 16, 2
@@ -70,7 +70,7 @@ class Tower(nn.Layer):
 ENTRY = Family(
     name="Tower",
     transformers=("Tower",),
-    blocks={"Floor": Block(attn=("mixer",), crossattn=(), mlp=("press",))},
+    blocks={"Floor": BlockSpec(attn=("mixer",), crossattn=(), mlp=("press",))},
     grid_layers=("entry",),
     block_lists=("floors",),
     attention=Attention(

@@ -135,13 +135,13 @@ def test_at_ratio_0_nothing_is_checked_and_nothing_changes(unet):
     @paddle.no_grad()
     def passes():
         outputs = [mergeable.transformer(hidden_states=x, encoder_hidden_states=text).sample]
-        outputs.append(mergeable.block(tokens, encoder_hidden_states=text))
+        outputs.append(mergeable.layer(tokens, encoder_hidden_states=text))
         return [run(unet), *(output.numpy() for output in outputs)]
 
     plain = passes()
     unet.apply_tome(ratio=0, **EVERYWHERE)
     assert attach.config_of(unet) == ToMeConfig(ratio=0, **EVERYWHERE)
-    helper = mergeable.block.register_forward_pre_hook(lambda block, arguments: (arguments[0] * 1, *arguments[1:]))
+    helper = mergeable.layer.register_forward_pre_hook(lambda block, arguments: (arguments[0] * 1, *arguments[1:]))
     np.testing.assert_equal(passes(), plain)
     helper.remove()
     assert not any(layer._forward_post_hooks for layer in unet.sublayers())
@@ -171,7 +171,7 @@ def test_methods_that_leave_keys_out_add_no_tokens(unet, method, monkeypatch):
 def test_each_block_merges_by_its_own_input_and_seed(unet, plans):
     metrics, blocks = [], find_blocks(unet)
     for block in blocks:
-        block.block.register_forward_pre_hook(lambda layer, arguments: metrics.append(arguments[0]))
+        block.layer.register_forward_pre_hook(lambda layer, arguments: metrics.append(arguments[0]))
     run(unet.apply_tome(**TOMESD, max_downsample=2, seed=3), h=17, w=12)
     grids = [Grid(17, 12), *[Grid(9, 6)] * 4, *[Grid(17, 12)] * 2]  # in the order of a pass: down, middle, up
     indices = [block.index for stage in ("down", "mid", "up") for block in blocks if block.path.startswith(stage)]
@@ -236,7 +236,7 @@ def test_other_objects_are_rejected():
 def test_only_one_plan_is_alive_in_a_pass(unet, live_plans):
     alive = []
     for block in find_blocks(unet):
-        block.block.attn1.register_forward_pre_hook(lambda *_: alive.append(len(live_plans)))
+        block.layer.attn1.register_forward_pre_hook(lambda *_: alive.append(len(live_plans)))
     run(unet.apply_tome(max_downsample=2))
     assert alive == [1] * 7 and not live_plans
 
@@ -273,7 +273,7 @@ def test_no_plan_outlives_a_pass_that_fails(unet, live_plans):
 
 def test_layers_called_directly_do_not_merge(unet):
     """Before a pass, after one, and after one that failed."""
-    block, tokens = find_blocks(unet)[0].block, paddle.randn([2, 10, 32])
+    block, tokens = find_blocks(unet)[0].layer, paddle.randn([2, 10, 32])
     plain = block.attn1(tokens).numpy()
     unet.apply_tome()
     np.testing.assert_array_equal(block.attn1(tokens).numpy(), plain)
@@ -288,7 +288,7 @@ def test_layers_called_directly_do_not_merge(unet):
 def test_layer_that_gets_more_tokens_than_its_block_is_rejected(unet):
     """Only where text and image are one sequence is the rest text, which is left alone."""
     for name, settings in (("attn1", {}), ("ff", {**TOMESD, "merge_mlp": True})):
-        layer = getattr(find_blocks(unet.apply_tome(**settings))[0].block, name)
+        layer = getattr(find_blocks(unet.apply_tome(**settings))[0].layer, name)
         below = layer.forward
         layer.forward = lambda tokens, below=below, **named: below(
             paddle.concat([tokens, tokens[:, :7]], axis=1), **named
@@ -300,7 +300,7 @@ def test_layer_that_gets_more_tokens_than_its_block_is_rejected(unet):
 
 def test_block_called_without_its_model(unet):
     """Before the first pass it is plain, as in a pass that began before merging was applied."""
-    block = find_blocks(unet)[0].block
+    block = find_blocks(unet)[0].layer
     tokens, text = paddle.randn([2, 256, 32]), paddle.randn([2, 7, 24])
     plain = block(tokens, encoder_hidden_states=text)
     unet.apply_tome()
@@ -323,7 +323,7 @@ def test_hooks_that_replace_arguments(unet, is_later):
     expected = run(unet.apply_tome())
     if not is_later:
         unet.remove_tome()
-    find_blocks(unet)[0].block.register_forward_pre_hook(lambda block, arguments: (arguments[0] * 1, *arguments[1:]))
+    find_blocks(unet)[0].layer.register_forward_pre_hook(lambda block, arguments: (arguments[0] * 1, *arguments[1:]))
     np.testing.assert_array_equal(run(unet if is_later else unet.apply_tome()), expected)
 
 
@@ -351,7 +351,7 @@ def wrap_forward(layer, factor):
 )
 def test_wraps_of_others_below_and_above(unet, path, settings):
     """Ours comes off from between them; both stay. Applied again, it merges as before."""
-    block = find_blocks(unet)[0].block
+    block = find_blocks(unet)[0].layer
     layer = dict(block.named_sublayers(include_self=True))[path]
     wrap_forward(layer, 0.5)
     wrap_forward(layer, 3.0)
@@ -374,7 +374,7 @@ def test_an_idle_wrap_does_not_hide_the_config(unet):
     """Another library still calls the wrap of the first block, which does not merge any more; the others do."""
     config = ToMeConfig(ratio=0.5, max_downsample=2)
     merged = run(unet.apply_tome(config=config))
-    first, second = (mergeable.block for mergeable in find_blocks(unet)[:2])
+    first, second = (mergeable.layer for mergeable in find_blocks(unet)[:2])
     wrap_forward(first, 1.0)
     first.remove_tome()
     assert type(forward.wrap_of(first)) is forward.Wrap and forward.wrap_of(second).attachment.applied.config == config
@@ -404,7 +404,7 @@ def test_a_cache_in_place_of_the_forward_of_a_transformer(unet):
 @pytest.mark.parametrize("settings", [{}, {**TOMESD, "merge_attn": False, "merge_mlp": True}], ids=str)
 def test_a_block_whose_wrap_is_left_out_is_an_error(unet, settings):
     """Another library replaces its `forward` after apply_tome(), or puts back what it has replaced before."""
-    block, plain = find_blocks(unet)[0].block, run(unet)
+    block, plain = find_blocks(unet)[0].layer, run(unet)
     merged = run(unet.apply_tome(**settings))
     message = r"BasicTransformerBlock .*apply_tome\(\)"
     for is_cached_first in (True, False):
@@ -426,7 +426,7 @@ def test_a_block_whose_wrap_is_left_out_is_an_error(unet, settings):
 
 def test_a_wrap_that_is_put_back_after_it_was_removed_does_nothing(unet):
     """By a library that came after apply_tome(), when one from before it has gone first."""
-    block, plain = find_blocks(unet)[0].block, run(unet)
+    block, plain = find_blocks(unet)[0].layer, run(unet)
     before = ForwardCache(block)
     unet.apply_tome()
     after = ForwardCache(block)
@@ -499,7 +499,7 @@ def test_pickle_in_a_process_that_did_not_import_this_package(unet, tmp_path):
 def chunk(unet, size):
     """Do what `enable_forward_chunking` does in models that have it."""
     for mergeable in find_blocks(unet):
-        mergeable.block.set_chunk_feed_forward(size, dim=1)
+        mergeable.layer.set_chunk_feed_forward(size, dim=1)
 
 
 # Training
@@ -582,8 +582,8 @@ def apply_builtin(model, ratio):
         },
     }  # fmt: skip
     for mergeable in find_blocks(model):
-        mergeable.block.__class__ = builtin.make_tome_block(type(mergeable.block))
-        mergeable.block._tome_info = model._tome_info
+        mergeable.layer.__class__ = builtin.make_tome_block(type(mergeable.layer))
+        mergeable.layer._tome_info = model._tome_info
     builtin.hook_tome_model(model)
 
 

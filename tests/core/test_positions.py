@@ -111,7 +111,7 @@ def test_a_steady_pass_does_no_host_work_and_copies_nothing_to_the_device(settin
 
 
 def block_wraps(unet):
-    return [wrap_of(block.block) for block in find_blocks(unet) if isinstance(wrap_of(block.block), BlockWrap)]
+    return [wrap_of(block.layer) for block in find_blocks(unet) if isinstance(wrap_of(block.layer), BlockWrap)]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -209,7 +209,7 @@ def test_attention_is_that_over_the_keys_that_remain(family, model, method, time
 
 def test_every_block_of_the_table_has_a_double():
     models = [family.double() for family in (*FAMILIES, *CONTROLNETS, *OTHERS)]
-    blocks = {type(block.block).__name__ for model in models for block in find_blocks(model)}
+    blocks = {type(block.layer).__name__ for model in models for block in find_blocks(model)}
     assert blocks == {name for entry in TABLE for name in entry.blocks if isinstance(name, str)}
     transformers = {name for entry in TABLE for name in entry.transformers if isinstance(name, str)}
     assert {type(model).__name__ for model in models} == transformers - {"SD3ControlNetModel"}
@@ -253,7 +253,7 @@ def test_which_layers_get_fewer_tokens(family, model):
     for block in find_blocks(model):
         name = "attn" if family.is_flux or family.is_hunyuan else "attn1"
         found = {path.removeprefix(f"{block.path}."): count for path, count in seen.items()}
-        text = TEXT if block.facts.text not in (None, Text.OWN_PROJECTIONS) else 0
+        text = TEXT if block.spec.text not in (None, Text.OWN_PROJECTIONS) else 0
         assert [found[f"{name}.to_{part}"] - text for part in "qkv"] == [tokens, keys, keys]
         others = {count for path, count in found.items() if path.startswith(("ff.", "ffn.", "attn2.to_q", "proj_"))}
         assert others and others <= {tokens, tokens + TEXT}

@@ -46,7 +46,7 @@ def test_settings_that_change_within_a_pass_are_those_of_the_next(unet):
     before, after = (run(unet.apply_tome(**settings)) for settings in ({}, {"method": "todo"}))
     unet.apply_tome()
     (first, _), *_ = attached_placements(unet)
-    hook = first.block.register_forward_post_hook(lambda *_: unet.apply_tome(method="todo") and None)
+    hook = first.layer.register_forward_post_hook(lambda *_: unet.apply_tome(method="todo") and None)
     np.testing.assert_array_equal(run(unet), before)
     hook.remove()
     np.testing.assert_array_equal(run(unet), after)
@@ -55,7 +55,7 @@ def test_settings_that_change_within_a_pass_are_those_of_the_next(unet):
 def test_a_failed_pass_leaves_nothing_to_the_next(unet):
     expected = run(unet.apply_tome(method="todo"))
     (first, _), *_ = attached_placements(unet.apply_tome())
-    hook = first.block.attn1.register_forward_pre_hook(lambda *_: 1 / 0)
+    hook = first.layer.attn1.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(unet)
     hook.remove()

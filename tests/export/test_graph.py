@@ -32,7 +32,7 @@ from ppdiffusers_tome.run import openvino_runtime
 from ppdiffusers_tome.run.folder import ExportedFolder
 from ppdiffusers_tome.run.onnx_attention import fuse_attention
 from ppdiffusers_tome.run.onnx_gpu import half_program, halve
-from ppdiffusers_tome.run.onnx_graph import casts
+from ppdiffusers_tome.run.onnx_graph import Graph, casts
 
 # The first and the fifth keep all tokens; so do two of the last, which are noise levels.
 TIMESTEPS = (999, 700.4, 501, 480.5, 51, 1, 1.3, 0.25, -0.4, -1.2)
@@ -451,6 +451,19 @@ def test_arguments_that_are_not_allowed(options, message, plain, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     assert merge("plain", "out", *options) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_model_is_read_once_and_its_graph_is_made_once(plain, tmp_path, monkeypatch):
+    from ppdiffusers_tome.graph import model_files, self_attention
+    from ppdiffusers_tome.graph import unet as unet_program
+
+    files, graphs = [], []
+    monkeypatch.setattr(model_files, "read_program", lambda path: files.append(path) or read_program(path))
+    for module in (self_attention, unet_program):
+        monkeypatch.setattr(module, "Graph", lambda model: graphs.append(model) or Graph(model))
+    source = plain / "unet" / "model.onnx"
+    assert merge(source, tmp_path / "merged", "--no-check") == 0
+    assert files == [source] and len(graphs) == 1
 
 
 def test_missing_weights_and_outputs_that_are_wrong(plain, tmp_path, capsys, monkeypatch):

@@ -94,7 +94,7 @@ def test_attention_is_fused(form):
     "form",
     [
         {"axis": 2},  # over the queries
-        {"key_heads": 1},  # one head of keys and values for all queries
+        {"key_heads": 1, "joined": (0, 0, -1)},  # one head of keys and values for all queries
         {"joined": (0, 0, HEADS, WIDTH)},
         {"joined": (0, 0, 2 * HEADS * WIDTH // 2, 1)},
         {"joined": (0, -1, 2 * HEADS * WIDTH)},  # two tokens in one row

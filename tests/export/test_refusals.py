@@ -1,5 +1,6 @@
 """What options and configs show to be impossible is refused before an export writes its first program."""
 
+import json
 import re
 
 import pytest
@@ -67,6 +68,27 @@ def test_the_command_names_the_option_of_the_ratio(options, name, with_controlne
     monkeypatch.setattr(loading, "load_eager_pipeline", lambda *_, **__: with_controlnet)
     assert main(["export", "--model", "x/y", "--size", "32", "--output", str(tmp_path / "out"), *options]) == 2
     assert capsys.readouterr().err.startswith(f"error: {name}is not allowed: ")
+
+
+@pytest.mark.parametrize("part", [{}, {"controlnet": [None, None]}])
+def test_a_ratio_of_a_controlnet_that_the_model_lacks(part, tmp_path, monkeypatch, capsys):
+    """Before the model is loaded; with --controlnet, and for a model with a ControlNet, the option is allowed."""
+    loaded = []
+    monkeypatch.setattr(loading, "_load", lambda cls, model, *_, **__: loaded.append(model) or tiny_pipeline())
+    model, out = tmp_path / "model", tmp_path / "out"
+    model.mkdir()
+
+    def export(parts, *options):
+        (model / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline", **parts}))
+        ratios = ["--ratio", "0.02", "--controlnet-ratio", "0.5"]
+        assert main(["export", "--model", str(model), "--size", "32", "--output", str(out), *ratios, *options]) == 2
+        return capsys.readouterr().err
+
+    error = export(part)
+    assert error.startswith(f"error: --controlnet-ratio needs a ControlNet, and {model} has none: pass --controlnet ")
+    assert loaded == []
+    assert KEEPS_ALL in export(part, "--controlnet", str(tmp_path)) and len(loaded) == 2
+    assert KEEPS_ALL in export({"controlnet": ["ppdiffusers", "ControlNetModel"]}) and len(loaded) == 3
 
 
 def test_feed_forward_layers_in_chunks(tmp_path):

@@ -32,5 +32,5 @@ def adapt(unet, adapter):
     paddle.seed(3)
     for mergeable in find_blocks(unet):
         for name in ("to_q", "to_k", "to_v"):
-            attention = mergeable.block.attn1
+            attention = mergeable.layer.attn1
             setattr(attention, name, adapter(getattr(attention, name)))

@@ -24,8 +24,8 @@ def attach_built_in(denoiser: nn.Layer, config: ToMeConfig) -> None:
     """What ppdiffusers' apply_tome does, which this package replaces."""
     denoiser._tome_info = {"size": None, "hooks": [], "args": built_in_arguments(denoiser, config)}
     for block in find_blocks(denoiser):
-        block.block.__class__ = builtin.make_tome_block(type(block.block))
-        block.block._tome_info = denoiser._tome_info
+        block.layer.__class__ = builtin.make_tome_block(type(block.layer))
+        block.layer._tome_info = denoiser._tome_info
     builtin.hook_tome_model(denoiser)
 
 
