@@ -34,7 +34,12 @@ CALL = r"`(pipe\.apply_tome\(ratio=.*?\))`"
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "README_zh.md", "docs/usage.md", "docs/zh/usage.md", "docs/methods.md"]
+    "document",
+    [
+        "README.md",
+        "README_zh.md",
+        *(f"docs/{page}" for page in ("usage.md", "zh/usage.md", "methods.md", "zh/methods.md")),
+    ],
 )
 def test_calls_that_documents_recommend_are_those_that_were_measured(document):
     text = (ROOT / document).read_text(encoding="utf-8")
