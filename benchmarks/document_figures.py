@@ -522,7 +522,7 @@ ARMS = (  # of alternatives_*.json on the page, where a result has them
 
 def write_results(output: Path) -> str:
     """Write results.md into a folder; returns its text."""
-    functions = (value, count, macs_saved, on_gpu, noise, nearer_than_tomesd)
+    functions = (value, count, macs_saved, noise, nearer_than_tomesd)
     template = Path(__file__).with_name("templates") / "results.md"
     return write_page(
         template,
@@ -530,7 +530,6 @@ def write_results(output: Path) -> str:
         sets=SETS,
         passes=table_of_passes(),
         sizes=table_of_sizes(),
-        gpu=table_of_gpu(),
         images=table_of_images(),
         **quality_parts(),
         **{function.__name__: function for function in functions},
@@ -600,13 +599,6 @@ def table_of_sizes() -> str:
     names = list(dict.fromkeys(name for of_place in cells.values() for name in of_place))
     rows = [[f"{size}", f"{batch}", *of_place.values()] for (size, batch), of_place in cells.items()]
     return "\n".join(table(["px", "batch", *names], rows))
-
-
-def table_of_gpu() -> str:
-    """Milliseconds of a pass on a GPU, by size, and the gain over plain."""
-    head = ["px", "plain", "todo 0.75", "PyTorch, plain", "tomesd 0.5"]
-    sizes = dict.fromkeys(f"{row['size']}" for row in read("gpu_onnx")["rows"] if row["batch"] == 2)
-    return "\n".join(table(head, [[size, *gpu_row(size)] for size in sizes]))
 
 
 def table_of_images() -> str:

@@ -43,7 +43,7 @@ def prose(document: str) -> str:
 
 
 def commands(document: str) -> Iterator[list[str]]:
-    """The words of each command in blocks of shell code and in inline code; a bare `bench …` is this package's."""
+    """The words of each command in blocks of shell code and in inline code; a bare `serve …` is this package's."""
     text = text_of(document)
     blocks = "\n".join(re.findall(r"^```bash\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)).replace("\\\n", " ")
     inline = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE))
@@ -54,6 +54,13 @@ def commands(document: str) -> Iterator[list[str]]:
                 yield ["python", "-m", "ppdiffusers_tome", *part.split()]
             elif first == "make" or re.match(r"\s*python (-m ppdiffusers_tome|examples/|benchmarks/)", part):
                 yield shlex.split(part, comments=True)
+
+
+def bare_commands_in_cells(document: str) -> list[str]:
+    """Commands in cells of tables that a shell does not know: `export --model …` without what runs it."""
+    cells = [cell for rows in tables(document) for row in rows for cell in row]
+    inline = [code for cell in cells for code in re.findall(r"`([^`]+)`", cell)]
+    return [code for code in inline if re.match(rf"({'|'.join(COMMANDS)}) .*--[a-z-]+ \S", code)]
 
 
 def snippets(document: str) -> list[str]:

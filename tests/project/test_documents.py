@@ -16,7 +16,19 @@ import pytest
 from conftest import tiny_pipeline
 from lab.speed import speed_report
 from lab.speed.architectures import ARCHITECTURES
-from markdown_text import COMMANDS, ROOT, anchors, commands, documents, links, snippets, tables, tables_in, text_of
+from markdown_text import (
+    COMMANDS,
+    ROOT,
+    anchors,
+    bare_commands_in_cells,
+    commands,
+    documents,
+    links,
+    snippets,
+    tables,
+    tables_in,
+    text_of,
+)
 from PIL import Image
 from zoo import ZOO
 
@@ -31,6 +43,7 @@ NAMES = {"paddle": paddle, **{name: getattr(ppdiffusers_tome, name) for name in 
 DOCUMENTS = documents("*.md", "docs/**/*.md", "benchmarks/*.md", "examples/**/*.md", "tests/**/*.md")
 OPTION = r"--[a-z][a-z0-9-]*"
 HISTORY = ["CHANGELOG.md"]  # it quotes commands of its time
+READMES = ["README.md", "README_zh.md"]  # their tables still have commands without `python -m ppdiffusers_tome`
 
 
 COMMON = ToMeConfig.defaults()  # the settings that all methods have
@@ -239,6 +252,29 @@ def test_commands_exist_with_their_options(document, capsys):
         options = {option for word in words if re.fullmatch(OPTION, option := word.strip("[]"))}
         missing = options - options_of(words, capsys)
         assert not missing, f"{document}: {' '.join(words)}: unknown {sorted(missing)}"
+
+
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name not in HISTORY])
+def test_whole_commands_are_accepted(document):
+    """In blocks of shell code, in cells of tables and in sentences; nothing is run, and no file needs to be there."""
+    for words in commands(document):
+        if words[:3] == ["python", "-m", "ppdiffusers_tome"] and "--model" in words and "…" not in words:
+            cli._parser().parse_args(words[3:])
+
+
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name not in (*HISTORY, *READMES)])
+def test_commands_in_tables_can_be_pasted(document):
+    assert bare_commands_in_cells(document) == []
+
+
+@pytest.mark.parametrize("document", ["docs/usage.md", "docs/zh/usage.md"])
+def test_rows_of_a_size_export_this_size(document):
+    """An export has the model's own size where its command names none."""
+    rows = [row for header, *rows in tables(document) if len(header) == 6 for row in rows]
+    exports = [row for row in rows if " export " in row[2]]
+    assert len(exports) == 2
+    for _, size, command, *_ in exports:
+        assert f"--size {size.removesuffix(' px')} --no-safety-checker" in command
 
 
 @pytest.mark.parametrize(("document", "command"), [("docs/export.md", "export"), ("docs/serve-ops.md", "serve")])
