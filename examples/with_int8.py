@@ -22,7 +22,7 @@ config = {  # what is int8: weights alone; convolutions too; convolutions and li
 pipe, data = intel.OVDiffusionPipeline.from_pretrained(folder, dynamic_shapes=False), None
 if mode != "weights":
     pipe.unet.request = intel.openvino.quantization.InferRequestWrapper(pipe.unet.request, inputs := [])
-    # For the range of activations. optimum-intel collects them at 512 px or less, which fails at another exported size.
+    # For the range of activations. optimum-intel collects at 512 px or less, which fails at another exported size.
     pipe(["a 3d render of owl on grass", prompt], num_inference_steps=10)
     data, config.num_samples = {"unet": nncf.Dataset(inputs)}, len(inputs)
     products = [op for op in pipe.unet.model.get_ops() if op.get_type_name() == "MatMul"]

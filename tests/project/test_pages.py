@@ -189,8 +189,8 @@ def folder(monkeypatch, tmp_path):
     (model / "prompts.txt").write_text("a fox\nan owl\n")
     (model / "defaults.json").write_text('{"steps": 2, "guidance_scale": 3.0, "prompts": ["a fox"]}')
     monkeypatch.chdir(tmp_path)
-    load = StableDiffusionPipeline.from_pretrained  # in float32, because there is no GPU
-    monkeypatch.setattr(StableDiffusionPipeline, "from_pretrained", lambda name, **_: load(name))
+    load, in_float32 = StableDiffusionPipeline.from_pretrained, {"paddle_dtype": paddle.float32}  # there is no GPU
+    monkeypatch.setattr(StableDiffusionPipeline, "from_pretrained", lambda name, **_: load(name, **in_float32))
     return tmp_path
 
 
