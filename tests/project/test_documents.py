@@ -70,25 +70,30 @@ def documented_defaults(rows):
     return documented
 
 
-def test_api_document_has_the_defaults_of_apply_tome():
-    (rows,) = [rows for header, *rows in tables("docs/api.md") if header[1] == "default"]
+@pytest.mark.parametrize(("document", "default"), [("docs/api.md", "default"), ("docs/zh/api.md", "默认值")])
+def test_api_document_has_the_defaults_of_apply_tome(document, default):
+    (rows,) = [rows for header, *rows in tables(document) if header[1] == default]
     common = {name: value for name, value in ToMeConfig().settings().items() if name in COMMON}
     expected = {**common, "config": None, "controlnet": True}
     assert documented_defaults(rows) == {name: str(value) for name, value in expected.items()}
 
 
+@pytest.mark.parametrize(("document", "setting"), [("docs/methods.md", "setting"), ("docs/zh/methods.md", "设置")])
 @pytest.mark.parametrize("method", METHODS)
-def test_methods_document_has_the_settings_of_each_method(method):
+def test_methods_document_has_the_settings_of_each_method(method, document, setting):
     """In a table in its section, beside those that all methods have."""
-    (_, section) = text_of("docs/methods.md").split(f"\n## `{method}`\n")
-    rows, *_ = [rows for header, *rows in tables_in(section.partition("\n## ")[0]) if header[0] == "setting"]
+    (_, section) = text_of(document).split(f"\n## `{method}`\n")
+    rows, *_ = [rows for header, *rows in tables_in(section.partition("\n## ")[0]) if header[0] == setting]
     settings = METHODS[method]().settings()
     expected = {name: str(value) for name, value in settings.items() if name == "ratio" or name not in COMMON}
     assert documented_defaults(rows) == expected
 
 
-def test_api_document_lists_what_is_public():
-    (rows,) = [rows for header, *rows in tables("docs/api.md") if header == ["module", "names"]]
+@pytest.mark.parametrize(
+    ("document", "header"), [("docs/api.md", ["module", "names"]), ("docs/zh/api.md", ["模块", "名称"])]
+)
+def test_api_document_lists_what_is_public(document, header):
+    (rows,) = [rows for first, *rows in tables(document) if first == header]
     documented = {module.strip("`"): sorted(re.findall(r"`(\w+)`", names)) for module, names in rows}
     assert documented == {module.__name__: sorted(module.__all__) for module in (ppdiffusers_tome, inference)}
     assert all(hasattr(module, name) for module in (ppdiffusers_tome, inference) for name in module.__all__)
