@@ -86,7 +86,7 @@ def test_on_a_gpu_it_takes_sizes_and_a_call_that_gain_there(notebook, monkeypatc
     assert dtype == (paddle.float32 if is_bundled else paddle.float16)
     assert from_hf_hub == (expected == "stable-diffusion-v1-5/stable-diffusion-v1-5")
     assert ToMeConfig(**variables["SETTINGS"]["interlace 0.75"]).settings() == ToMeConfig().settings()
-    assert "| 1024 px, [second passes](glossary.md#second-pass) | `pipe.apply_tome()` |" in text_of("docs/usage.md")
+    assert "| 768 px | `pipe.apply_tome()` |" in text_of("docs/usage.md")
 
 
 def test_notebook_runs_whole(notebook, monkeypatch, tmp_path):
