@@ -103,7 +103,7 @@ def test_jobs_from_an_image_and_of_an_engine_that_cannot_batch_run_alone():
         with requests(queue) as submit:
             load_image = (lambda: START) if image else None
             submit(JOB, replace(JOB, seed=1), load_image=load_image)
-            submit.until(lambda: queue.waiting == 2)
+            submit.until(lambda queue=queue: queue.waiting == 2)
             assert [len(queue.next_call(0).jobs) for _ in range(2)] == [1, 1]
 
 
