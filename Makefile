@@ -83,7 +83,7 @@ test-install: ## install ".[cpu]" with pip into an empty environment of 2 GB, an
 	PYTHON=$(PYTHON) .ci/test_install.sh
 
 # SOURCE is the folder that contains the package ppdiffusers, as PaddleMIX/ppdiffusers does.
-NEWER := one_entry patch attention transformers features api models macs rotary newer_pipelines
+NEWER := made_up_family patch attention transformers features api models macs rotary newer_pipelines
 test-newer: $(VENV)/.installed-test ## test merging on another ppdiffusers: SOURCE=its folder; those after 0.29.0 need Paddle 3
 	@test -f "$(SOURCE)/ppdiffusers/__init__.py" || { echo 'Needs SOURCE=DIR, the folder that contains the package ppdiffusers' >&2; exit 1; }
 	PPDIFFUSERS_SOURCE="$(abspath $(SOURCE))" OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(NEWER:%=tests/core/test_%.py) tests/pipelines $(ARGS)

@@ -145,7 +145,6 @@ def test_all_commands_have_the_options(command, capsys):
     [
         (["--merging", "windw=8"], "'windw'"),
         (["--merging", "seed=8"], "seed=8 .*method='interlace'"),
-        (["--ratio", "0.95"], "--ratio 0.95 .* 0.9375"),
         (["--config", "/no/such.json"], "/no/such.json "),
     ],
 )

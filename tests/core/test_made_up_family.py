@@ -1,7 +1,8 @@
-"""A family that is not ppdiffusers': a U-ViT with text and image in one sequence, described by an entry alone."""
+"""A new family is one entry of the table: a made-up U-ViT with names of its own, text and image in one sequence."""
 
 from types import SimpleNamespace
 
+import kept_keys
 import numpy as np
 import paddle
 import pytest
@@ -10,32 +11,38 @@ from kept_keys import calls_of_attention, check_calls
 from paddle import nn
 from zoo.noise import noise
 
-from ppdiffusers_tome import Grid, ToMeConfigError, apply_tome, remove_tome
-from ppdiffusers_tome.families import blocks
-from ppdiffusers_tome.families.blocks import find_blocks
+from ppdiffusers_tome import (
+    Grid,
+    NoMergeableLayerError,
+    ToMeConfigError,
+    apply_tome,
+    remove_tome,
+    tome_summary,
+)
 from ppdiffusers_tome.families.stream import Text
-from ppdiffusers_tome.families.table import Attention, BlockSpec, Family
+from ppdiffusers_tome.families.table import FAMILIES, Attention, BlockSpec, Family, Projections
+from ppdiffusers_tome.methods import METHODS
 
 WIDTH, HEADS, TEXT = 32, 2, 7
 GRID = Grid(8, 12)
 
 
 class OwnAttention(nn.Layer):
-    """Attention without a processor, of projections that are apart or fused."""
+    """Attention without a processor, of projections that are apart or fused; no part has a name of ppdiffusers."""
 
     def __init__(self, is_fused):
         super().__init__()
-        self.heads, self.scale, self.is_fused = HEADS, (WIDTH // HEADS) ** -0.5, is_fused
-        for name in ("qkv",) if is_fused else ("to_q", "to_k", "to_v"):
+        self.count, self.factor, self.is_fused = HEADS, (WIDTH // HEADS) ** -0.5, is_fused
+        for name in ("all_three",) if is_fused else ("ask", "offer", "content"):
             setattr(self, name, nn.Linear(WIDTH, WIDTH * (3 if is_fused else 1)))
-        self.to_out = nn.LayerList([nn.Linear(WIDTH, WIDTH)])
+        self.collect = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, hidden_states):
         x = hidden_states
-        parts = self.qkv(x).chunk(3, axis=-1) if self.is_fused else (self.to_q(x), self.to_k(x), self.to_v(x))
+        parts = self.all_three(x).chunk(3, axis=-1) if self.is_fused else (self.ask(x), self.offer(x), self.content(x))
         query, key, value = (y.reshape([0, -1, HEADS, WIDTH // HEADS]).transpose([0, 2, 1, 3]) for y in parts)
-        weights = nn.functional.softmax(query @ key.transpose([0, 1, 3, 2]) * self.scale, axis=-1)
-        return self.to_out[0]((weights @ value).transpose([0, 2, 1, 3]).flatten(2))
+        weights = nn.functional.softmax(query @ key.transpose([0, 1, 3, 2]) * self.factor, axis=-1)
+        return self.collect((weights @ value).transpose([0, 2, 1, 3]).flatten(2))
 
 
 class UBlock(nn.Layer):
@@ -43,12 +50,12 @@ class UBlock(nn.Layer):
 
     def __init__(self, is_fused, has_skip):
         super().__init__()
-        self.norm, self.attn = nn.LayerNorm(WIDTH), OwnAttention(is_fused)
+        self.calm, self.mixer = nn.LayerNorm(WIDTH), OwnAttention(is_fused)
         self.skip = nn.Linear(2 * WIDTH, WIDTH) if has_skip else None
 
     def forward(self, x, skip=None):
         x = x if skip is None else self.skip(paddle.concat([x, skip], axis=-1))
-        return x + self.attn(self.norm(x))
+        return x + self.mixer(self.calm(x))
 
 
 class UViT(nn.Layer):
@@ -71,24 +78,59 @@ class UViT(nn.Layer):
         return SimpleNamespace(sample=x[:, TEXT:] if self.is_first else x[:, :-TEXT])
 
 
-def make(monkeypatch, layout=Text.LAST, is_fused=False, block=None, **facts):
-    """A model and its entry in the table, with other facts if some are given."""
-    paddle.seed(0)
-    model = UViT(layout, is_fused)
-    model.eval()
-    described = {"attn": ("attn",), "crossattn": (), "mlp": (), "tokens": "x", "text": layout, "gets_text": layout}
-    entry = {
-        "name": "U-ViT",
-        "transformers": (UViT,),
-        "blocks": {UBlock: BlockSpec(**{**described, **(block or {})})},
-        "grid_layers": ("patches",),
-        "block_lists": ("in_blocks", "mid_block", "out_blocks"),
-        "attention": Attention(processor=None),
-        "only_processor": "OwnAttention",
-        **facts,
-    }
-    monkeypatch.setattr(blocks, "FAMILIES", [*blocks.FAMILIES, Family(**entry)])
-    return model
+@pytest.fixture
+def make():
+    """Makes a model and its entry in the table, with other facts if some are given."""
+    added = []
+
+    def add(layout=Text.LAST, is_fused=False, block=None, **facts):
+        paddle.seed(0)
+        model = UViT(layout, is_fused)
+        model.eval()
+        with pytest.raises(NoMergeableLayerError, match=r"UViT.*no transformer blocks"):
+            apply_tome(model)
+        described = {
+            "attn": ("mixer",),
+            "crossattn": (),
+            "mlp": (),
+            "tokens": "x",
+            "text": layout,
+            "gets_text": layout,
+        }
+        entry = {
+            "name": "U-ViT",
+            "transformers": ("UViT",),
+            "blocks": {"UBlock": BlockSpec(**{**described, **(block or {})})},
+            "grid_layers": ("patches",),
+            "block_lists": ("in_blocks", "mid_block", "out_blocks"),
+            "attention": Attention(
+                image=Projections(q="ask", k="offer", v="content", out="collect"),
+                heads="count",
+                scale="factor",
+                processor=None,
+            ),
+            "only_processor": "OwnAttention",
+            **facts,
+        }
+        added.append(Family(**entry))
+        FAMILIES.append(added[0])
+        return model
+
+    yield add
+    for entry in added:
+        FAMILIES.remove(entry)
+
+
+@pytest.fixture
+def names_of_ppdiffusers(monkeypatch):
+    """The oracle of attention reads the layers of `OwnAttention` by the names that it knows."""
+    attention = kept_keys.attention
+
+    def renamed(layer, *args, **named):
+        parts = {"to_q": layer.ask, "to_k": layer.offer, "to_v": layer.content, "to_out": [layer.collect]}
+        return attention(SimpleNamespace(**parts, heads=layer.count), *args, **named)
+
+    monkeypatch.setattr(kept_keys, "attention", renamed)
 
 
 @paddle.no_grad()
@@ -98,15 +140,16 @@ def run(model, seed=0):
 
 
 @pytest.mark.parametrize("layout", [Text.FIRST, Text.LAST])
-@pytest.mark.parametrize("method", ["interlace", "todo"])
-def test_an_entry_is_enough(layout, method, monkeypatch):
+@pytest.mark.parametrize("method", [name for name in METHODS if not METHODS[name].merges_queries])
+@pytest.mark.usefixtures("names_of_ppdiffusers")
+def test_an_entry_is_enough(layout, method, make):
     """Plain, merged and removed; each attention is that over the keys that remain, and the text is left alone."""
-    model = make(monkeypatch, layout)
+    model = make(layout)
     plain, before = run(model), traces(model)
-    assert [block.path for block in find_blocks(model)] == [
-        "in_blocks.0", "in_blocks.1", "mid_block", "out_blocks.0", "out_blocks.1"
-    ]  # fmt: skip
     apply_tome(model, method=method)
+    blocks = tome_summary(model, 2 * GRID.h, 2 * GRID.w).blocks
+    paths = ["in_blocks.0", "in_blocks.1", "mid_block", "out_blocks.0", "out_blocks.1"]
+    assert [(block.path, block.grid) for block in blocks] == [(path, GRID) for path in paths]
     with calls_of_attention() as calls:
         merged = run(model)
     check_calls(model, calls, GRID, timestep=None)
@@ -115,10 +158,25 @@ def test_an_entry_is_enough(layout, method, monkeypatch):
     assert traces(model) == before
 
 
-def test_fused_projections_are_refused_when_merging_is_applied(monkeypatch):
-    model = make(monkeypatch, is_fused=True)
+@pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].merges_queries])
+def test_methods_that_merge_queries_are_refused(method, make):
+    model = make()
+    before = traces(model)
+    with pytest.raises(ToMeConfigError, match=f"method='{method}' .*UViT.*UNets"):
+        apply_tome(model, method=method)
+    assert traces(model) == before
+
+
+def test_messages_list_the_entry(make):
+    make()
+    with pytest.raises(NoMergeableLayerError, match=r"FLUX.*, U-ViT\."):
+        apply_tome(nn.Linear(2, 2))
+
+
+def test_fused_projections_are_refused_when_merging_is_applied(make):
+    model = make(is_fused=True)
     plain, before = run(model), traces(model)
-    with pytest.raises(ToMeConfigError, match=r"OwnAttention .*in_blocks\.0 .*to_k.*to_v"):
+    with pytest.raises(ToMeConfigError, match=r"OwnAttention .*in_blocks\.0 .*offer.*content"):
         apply_tome(model)
     np.testing.assert_array_equal(run(remove_tome(model)), plain)
     assert traces(model) == before
@@ -135,8 +193,8 @@ def test_fused_projections_are_refused_when_merging_is_applied(monkeypatch):
     ],
     ids=str,
 )
-def test_an_entry_that_no_wrap_knows_is_an_error_when_merging_is_applied(facts, message, monkeypatch):
-    model = make(monkeypatch, **facts)
+def test_an_entry_that_no_wrap_knows_is_an_error_when_merging_is_applied(facts, message, make):
+    model = make(**facts)
     plain, before = run(model), traces(model)
     with pytest.raises(ToMeConfigError, match=rf"{message}.*'U-ViT'"):
         apply_tome(model)

@@ -92,3 +92,8 @@ def test_token_grid_is_read_from_the_feature_map(unet):
 def test_token_grid_of_channels_last():
     block = find_blocks(make_unet(data_format="NHWC"))[0]
     assert token_grid(block.family, block.grid_layer, paddle.zeros([2, 5, 7, 32])) == Grid(5, 7)
+
+
+def test_token_grid_of_patches_that_are_not_square(unet):
+    family, patches = find_blocks(unet)[0].family, paddle.nn.Conv2D(4, 8, (2, 4), stride=(2, 4))
+    assert token_grid(family, patches, paddle.zeros([2, 4, 12, 20])) == Grid(6, 5)

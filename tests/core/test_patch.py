@@ -17,18 +17,17 @@ from forward_cache import ForwardCache, check_with_caches
 from ppdiffusers.models import transformer_2d, unet_2d_blocks
 from ppdiffusers.models.attention_processor import AttnProcessor
 from ppdiffusers.patches import tomesd_patch_utils as builtin
-from test_transformers import FAMILIES as TRANSFORMERS
-from test_transformers import double_of_sd35, draw, draw_control, real_sd35
+from test_transformers import double_of_sd35, draw, draw_control, pixart_of_1024_px, real_sd35
 from test_videos import FAMILIES as VIDEOS
 from test_videos import draw as draw_video
 from zoo.noise import noise
-from zoo.transformers import sd3, sd3_controlnet
+from zoo.transformers import dit, sd3, sd3_controlnet
 
 import ppdiffusers_tome
 from ppdiffusers_tome import Grid, NoMergeableLayerError, ToMeConfig, ToMeConfigError, ToMePassError, match_tokens
 from ppdiffusers_tome.attach import attach, forward
 from ppdiffusers_tome.families.blocks import find_blocks
-from ppdiffusers_tome.methods import DEFAULT_METHOD, METHODS
+from ppdiffusers_tome.methods import METHODS
 from ppdiffusers_tome.methods.turns import turn_table
 
 TOMESD = {"method": "tomesd"}
@@ -76,26 +75,19 @@ def run_controlnet(model):
         return model(given["sample"], 10, given["encoder_hidden_states"], condition)[0][-1].numpy()
 
 
-MODELS = {
-    "unet": (make_unet, run),
-    "controlnet": (make_controlnet, run_controlnet),
-    **{make.__name__: (make, partial(draw, make)) for make in TRANSFORMERS},
+# Models that the pipelines of tests/pipelines do not have.
+OF_NO_PIPELINE = {
+    "pixart_of_1024_px": (pixart_of_1024_px, partial(draw, pixart_of_1024_px)),
     **{make.__name__: (make, partial(draw, sd3)) for make in (double_of_sd35, real_sd35)},
     "sd3_controlnet": (sd3_controlnet, draw_control),
-    **{name: (make, draw_video) for name, make in VIDEOS.items()},
+    "Hotshot-XL": (VIDEOS["Hotshot-XL"], draw_video),
 }
 
 
-def methods_of(name):
-    """Those that merge in a model; of videos the default one, as test_videos.py has the others."""
-    if name in VIDEOS:
-        return [DEFAULT_METHOD]
-    return [method for method, one in METHODS.items() if name in ("unet", "controlnet") or not one.merges_queries]
-
-
-@pytest.mark.parametrize(("name", "method"), [(name, method) for name in MODELS for method in methods_of(name)])
-def test_every_model_plain_applied_removed(name, method):
-    make, output = MODELS[name]
+@pytest.mark.parametrize("name", OF_NO_PIPELINE)
+@pytest.mark.parametrize("method", ["interlace", "todo"])
+def test_models_of_no_pipeline_plain_applied_removed(name, method):
+    make, output = OF_NO_PIPELINE[name]
     model = make()
     before, plain = traces(model), output(model)
     np.testing.assert_array_equal(output(model.apply_tome(0, method=method)), plain)
@@ -384,10 +376,18 @@ def test_an_idle_wrap_does_not_hide_the_config(unet):
     np.testing.assert_array_equal(run(unet), merged)
 
 
-@pytest.mark.parametrize("name", ["unet", "controlnet", "dit", "sd3", next(iter(VIDEOS))])
+CACHED = {
+    "unet": (make_unet, run),
+    "controlnet": (make_controlnet, run_controlnet),
+    **{make.__name__: (make, partial(draw, make)) for make in (dit, sd3)},
+    "AnimateDiff": (VIDEOS["AnimateDiff"], draw_video),
+}
+
+
+@pytest.mark.parametrize("name", CACHED)
 def test_a_cache_in_place_of_the_forward_of_a_model(name):
     """Caches like those of ppdiffusers after 0.29.0, around merging or inside it."""
-    make, output = MODELS[name]
+    make, output = CACHED[name]
     model = make()
     check_with_caches(model, [model], [lambda: output(model)])
 

@@ -511,22 +511,6 @@ def test_size_is_width_before_height():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model", "/no/such"], "/no/such "),
-        (["--controlnet", "/no/such"], "/no/such "),
-        ([], "model_index.json"),
-        (["--size", "32x"], "WIDTHxHEIGHT"),
-    ],
-)
-def test_command_rejects(options, message, tmp_path, capsys):
-    command = ["export", "--model", str(tmp_path), "--output", str(tmp_path / "out"), *options]
-    assert main(command) == 2
-    assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
         (["--ratio", "0.95"], "--ratio 0.95 .* 0.9375"),
         (["--ratio", "0.6", "--merging", "method=todo"], "--ratio 0.6 .*method='todo'"),
         (["--merging", "ratio=0.95"], "error: ratio=0.95 "),  # as it was written

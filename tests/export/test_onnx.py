@@ -161,6 +161,8 @@ def test_command_writes_both_formats(tmp_path, capsys):
     command = ["export", "--model", str(model), "--output", str(folder), "--ratio", "0.5", "--merging", "min_tokens=9"]
     assert main([*command, "--size", "32x32", "--format", "both"]) == 0
     manifest = read_manifest(folder, verify=True)
+    written = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert written == {*manifest.files, "tome.json"}, "the check of images, which ran programs, leaves no file"
     assert manifest.formats == ("paddle", "onnx") and manifest.sizes == (Size(32, 32),)
     settings = ToMeConfig(0.5, min_tokens=9).settings()
     assert manifest.merging == (ProgramMerging(0.5, "interlace, min_tokens=9", settings),)

@@ -53,12 +53,6 @@ def test_jsonl_line_with_all_fields(tmp_path):
     assert (prompts[1].job.seed, prompts[1].job.negative_prompt) == (11, "grey")
 
 
-def test_ratio_of_six_digits_is_the_exported_one(tmp_path):
-    limits = replace(LIMITS, ratios=(5 / 6, 0.5))
-    (prompt,) = read(tmp_path, '{"prompt": "a", "tome_ratio": 0.833333}', limits=limits)
-    assert prompt.job.ratio == 5 / 6
-
-
 def test_seeds_wrap_around(tmp_path):
     prompts = read(tmp_path, "a\nb", "prompts.txt", replace(DEFAULTS, seed=2**32 - 1))
     assert [prompt.job.seed for prompt in prompts] == [2**32 - 1, 0]

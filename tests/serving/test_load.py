@@ -244,10 +244,19 @@ def test_draining_finishes_accepted_requests_and_refuses_others(clients):
 
 def test_second_signal_abandons_all_requests(clients):
     with serving() as server:
-        block(server, clients)
+        requests = [block(server, clients), clients.submit(ask, server, 1)]
+        wait_for_queue(server, 1)
         server.server.handle_exit(15, None)
+        until(lambda: server.pool.state == "draining")
+        assert not any(request.done() for request in requests), "the first signal waits for them"
         server.server.handle_exit(15, None)
-        assert server.server.should_exit and server.server.force_exit
+        for request in requests:
+            with pytest.raises(httpx.TransportError):
+                request.result(timeout=60)
+        until(lambda: server.queue.is_idle)
+        assert server.count("images_total", outcome="abandoned") == 2
+        server.thread.join(60)
+        assert not server.thread.is_alive() and server.engine.steps_done == 0
 
 
 def test_counts_agree_and_all_places_are_free_after_many_requests(clients):

@@ -52,11 +52,16 @@ def requests(queue):
         turn()
         return tasks[-1]
 
+    async def steps():
+        for _ in range(20):  # a task goes on in the next turn of its loop
+            await asyncio.sleep(0)
+
     def turn():
-        """Let the tasks run until all wait."""
-        loop.run_until_complete(asyncio.sleep(0.02))
+        """Let the tasks run until all wait, for an image to be decoded too: `until` waits for what follows that."""
+        loop.run_until_complete(steps())
 
     submit.turn = turn
+    submit.until = lambda condition: until(lambda: turn() or condition())
     try:
         yield submit
     finally:
@@ -98,6 +103,7 @@ def test_jobs_from_an_image_and_of_an_engine_that_cannot_batch_run_alone():
         with requests(queue) as submit:
             load_image = (lambda: START) if image else None
             submit(JOB, replace(JOB, seed=1), load_image=load_image)
+            submit.until(lambda queue=queue: queue.waiting == 2)
             assert [len(queue.next_call(0).jobs) for _ in range(2)] == [1, 1]
 
 
@@ -152,7 +158,7 @@ def test_an_image_that_is_decoded_has_its_place():
         assert isinstance(refused, QueueFullError) and "1 images wait" in str(refused) and not queue.is_idle
         assert queue.next_call(0) is None and not decoding.done()
         may_load.set()
-        until(lambda: submit.turn() or queue.waiting)
+        submit.until(lambda: queue.waiting)
         assert queue.next_call(0).jobs[0].image is START
 
 
@@ -164,7 +170,9 @@ def test_an_image_that_cannot_be_decoded_frees_its_place():
 
     with requests(queue) as submit:
         for _ in range(2):
-            assert isinstance(submit(JOB, load_image=broken).exception(), JobError)
+            failing = submit(JOB, load_image=broken)
+            submit.until(failing.done)
+            assert isinstance(failing.exception(), JobError)
         assert queue.is_idle and not submit(JOB).done()
 
 
@@ -185,7 +193,9 @@ def test_jobs_are_refused_until_it_opens_and_after_it_is_closed():
             queue.close()
             return START
 
-        assert isinstance(submit(JOB, load_image=close).exception(), UnavailableError), "while its image is decoded"
+        decoding = submit(JOB, load_image=close)
+        submit.until(decoding.done)
+        assert isinstance(decoding.exception(), UnavailableError), "while its image is decoded"
 
 
 def test_closing_abandons_jobs_or_lets_them_fail():

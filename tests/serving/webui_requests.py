@@ -230,23 +230,6 @@ CLIENTS = {
         "override_settings_restore_afterwards": True,
         "negative_prompt": "(worst quality, low quality:1.3)",
     },
-    "Open WebUI": {
-        "prompt": "fox",
-        "batch_size": 1,
-        "width": 64,
-        "height": 64,
-        "steps": 50,
-        "negative_prompt": "",
-        "cfg_scale": "7.0",
-    },
-    "LibreChat": {
-        "prompt": "fox",
-        "negative_prompt": "red",
-        "cfg_scale": 4.5,
-        "steps": 22,
-        "width": 64,
-        "height": 64,
-    },
     "KoboldAI Lite": {
         "prompt": "fox",
         "seed": 12345,
@@ -364,18 +347,6 @@ IMAGE_CLIENTS = {
         "height": 64,
         "sampler": "DDIM",
         "sampler_index": "DDIM",
-    },
-    "Dify before 1.0": {
-        "prompt": "fox",
-        "negative_prompt": "",
-        "denoising_strength": 0.9,
-        "width": 64,
-        "height": 64,
-        "cfg_scale": 7,
-        "sampler_name": "Euler a",
-        "restore_faces": False,
-        "steps": 10,
-        "script_args": ["outpainting mk2"],
     },
 }
 
