@@ -16,6 +16,7 @@ weights, and is written to build/ first (4 GB).
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from typing import Any
 import psutil
 from lab.markdown import table
 from lab.result_files import make_result, read_json
-from sd15_rehearsal import MODEL, build, proportional_bytes
+from sd15_rehearsal import EXPORT, MODEL, build, proportional_bytes
 
 from ppdiffusers_tome.comparison.results import write_result
 
@@ -35,14 +36,16 @@ RESULT = ROOT / "benchmarks" / "results" / "export_cost.json"
 IMAGE_CHECK = RESULT.with_name("image_check.json")
 SD15 = ROOT / MODEL
 OF_SD15 = ["--model", str(SD15), "--no-safety-checker", "--ratio", "0.75", "0"]
+SD15_512 = "Stable Diffusion 1.5 at 512 px, two ratios"
 EXPORTS = {  # by what stands in the table
     "`scenes_sd`, one ratio": ["--model", "examples/scenes_sd", "--ratio", "0.75"],
     "`scenes_sd`, three ratios": ["--model", "examples/scenes_sd", "--ratio", "0.75", "0.5", "0"],
     "`scenes_sd`, four ratios": ["--model", "examples/scenes_sd", "--ratio", "0.75", "0.5", "0.875", "0"],
-    "Stable Diffusion 1.5 at 512 px, two ratios": [*OF_SD15, "--size", "512"],
+    SD15_512: [*OF_SD15, "--size", "512"],
 }
 EXPORTS_WITH_IMAGES = {
     "`scenes_sd`, two ratios, `--img2img`": ["--model", "examples/scenes_sd", "--ratio", "0.75", "0", "--img2img"],
+    SD15_512: EXPORTS[SD15_512],
     "Stable Diffusion 1.5 at 768 px, two ratios": [*OF_SD15, "--size", "768"],
     "Stable Diffusion 1.5 at 512 and 1024 px, two ratios, `--img2img`": [
         *OF_SD15,
@@ -54,10 +57,11 @@ EXPORTS_WITH_IMAGES = {
 }
 
 
-def measure(arguments: list[str], source: Path, is_unet: bool) -> dict[str, float]:
+def measure(arguments: list[str], source: Path, is_unet: bool, keep: Path | None = None) -> dict[str, float]:
     """Seconds, peak bytes and bytes on the disk of an export by the code of a checkout, or the peak of its UNets.
 
-    If it compares images, also the seconds from then on, in which it does little else.
+    If it compares images, also the seconds from then on, in which it does little else. `keep` is where the export
+    stays, if anywhere.
     """
     with tempfile.TemporaryDirectory(dir=ROOT / "build") as scratch, open(f"{scratch}/log", "w+") as log:
         command = [sys.executable, "-m", "ppdiffusers_tome", "export", *arguments, "--output", f"{scratch}/export"]
@@ -77,7 +81,11 @@ def measure(arguments: list[str], source: Path, is_unet: bool) -> dict[str, floa
         if process.returncode:
             text = Path(log.name).read_text(errors="replace")
             raise subprocess.CalledProcessError(process.returncode, command, text)
-        disk = sum(file.stat().st_size for file in Path(scratch, "export").rglob("*") if file.is_file())
+        written = Path(scratch, "export")
+        disk = sum(file.stat().st_size for file in written.rglob("*") if file.is_file())
+        if keep is not None:
+            shutil.rmtree(keep, ignore_errors=True)
+            written.rename(keep)
     of_images = {} if compares is None else {"image_check_seconds": start + seconds - compares}
     return {"seconds": seconds, **of_images, "peak_bytes": peak, "disk_bytes": disk}
 
@@ -114,7 +122,8 @@ def main() -> None:
     if options.mode == "images":
         measured = read_json(IMAGE_CHECK)["exports"] if IMAGE_CHECK.is_file() else {}
         for name in options.only:
-            measured[name] = measure(EXPORTS_WITH_IMAGES[name], ROOT, is_unet=False)
+            keep = ROOT / EXPORT if name == SD15_512 else None  # sd15_rehearsal.py goes on with it
+            measured[name] = measure(EXPORTS_WITH_IMAGES[name], ROOT, is_unet=False, keep=keep)
             print(name, measured[name], flush=True)
             write_result(
                 IMAGE_CHECK, make_result("image_check", "python benchmarks/export_cost.py images", exports=measured)
