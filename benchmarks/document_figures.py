@@ -375,19 +375,34 @@ def demo(*name: str) -> list[str]:
     return [plain, seconds, row["gain_in_words"], *decibels, *similarities, peak, saved]
 
 
-def exported_pass(size: str, passes: str) -> list[str]:
-    """A plain pass of Stable Diffusion 1.5 that is exported, and some of them; memory was not measured."""
-    (row,) = [row for row in arms(f"sd15_exported_{size}") if row["arm"] == Arm(backend=ONNX_RUNTIME)]
-    seconds = statistics.median(row["seconds"])
-    return [f"{seconds:.1f} s", f"{int(passes) * seconds / 60:.0f} min", NOT_MEASURED]
+def rehearsed(command: str, what: str) -> str:
+    """What a command took with Stable Diffusion 1.5 on a CPU, in "seconds" or "memory"."""
+    figures = read("rehearsal_sd15")["measured"][command]
+    return minutes(figures["seconds"]) if what == "seconds" else f"{figures['peak_bytes'] / 1e9:.1f} GB"
 
 
-def rehearsal(passes: str) -> list[str]:
-    """`compare` with a model of Stable Diffusion 1.5's sizes on a CPU: a plain pass, some of them, and memory."""
-    result = read("rehearsal_sd15")
-    seconds = result["result"]["arms"][0]["step_seconds"]
-    memory = f"{result['compare']['peak_bytes'] / 1e9:.1f} GB"
-    return [f"{seconds:.0f} s", f"{int(passes) * seconds / 60:.0f} min", memory]
+def images_per_hour(ratio: str) -> str:
+    """How many images `serve` makes of Stable Diffusion 1.5 at a ratio, one after another."""
+    return f"{3600 / statistics.median(read('rehearsal_sd15')['measured']['serve']['image_seconds'][ratio]):.0f}"
+
+
+def minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min"
+
+
+def eager_pass(*name: str) -> str:
+    """Seconds and GB of a pass of Stable Diffusion 1.5's UNet in eager mode at 512 px."""
+    row = arm("sd15_eager", " ".join(name))
+    assert row is not None
+    return f"{statistics.median(row['seconds']):.0f} s, {row['peak_memory_bytes'] / 1e9:.1f} GB"
+
+
+def export_price(size: str, what: str) -> str:
+    """What an export of Stable Diffusion 1.5 at a size takes: "minutes", "memory" or "disk"."""
+    row = row_of_export("image_check", ["Stable Diffusion 1.5 at", size, "px"])
+    if what == "minutes":
+        return minutes(row["seconds"])
+    return f"{row['peak_bytes' if what == 'memory' else 'disk_bytes'] / 1e9:.0f} GB"
 
 
 def claims(factor: float, **wanted: Any) -> list[float]:
@@ -466,9 +481,10 @@ def export_cost(*words: str) -> list[str]:
 
 
 def image_check(*words: str) -> list[str]:
-    """Seconds of an export that compares images, those of the comparison, and GB in all."""
+    """Minutes of an export that compares images, those of the comparison, GB in all, and GB on the disk."""
     row = row_of_export("image_check", words)
-    return [f"{row['seconds']:.0f}", f"{row['image_check_seconds']:.0f}", f"{row['peak_bytes'] / 1e9:.1f}"]
+    times = [f"{row[name] / 60:.1f}" for name in ("seconds", "image_check_seconds")]
+    return [*times, *(f"{row[name] / 1e9:.1f}" for name in ("peak_bytes", "disk_bytes"))]
 
 
 def arm_of(images: str, name: str) -> dict[str, Any]:
@@ -508,8 +524,10 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
     "scenes_gain": scenes_gain,
     "small_image_gain": small_image_gain,
     "demo": demo,
-    "exported_pass": exported_pass,
-    "rehearsal": rehearsal,
+    "rehearsed": rehearsed,
+    "images_per_hour": images_per_hour,
+    "eager_pass": eager_pass,
+    "export_price": export_price,
     "gain_rule": gain_rule,
     "false_claims": false_claims,
     "gains_found": gains_found,
