@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -30,13 +31,13 @@ from ppdiffusers_tome.run.onnx_weights import SharedWeights
 from ..arm import BUILT_IN, Arm
 from ..cache import Cache, program_key
 from ..timing import seconds_of
-from .cases import PLANNED, PROGRAMS
+from .cases import ONNX_RUNTIME, PLANNED, PROGRAMS, ROUNDED
 from .memory import available_bytes, current_bytes, peak_bytes
 from .others import attach_built_in
 from .workloads import Workload
 
 Run = Callable[[], Any]  # one pass
-MEMORY_SHARE = 4  # programs stay loaded if they need at most 1/4 of the available memory
+MEMORY_SHARE = 2  # programs stay loaded if their weights need at most 1/2 of the available memory
 
 
 class Backend(ABC):
@@ -131,8 +132,9 @@ class ProgramBackend(Backend):
         self._runtime = choose_runtime(threads=threads, **PROGRAMS[name])
         self._format = RUNTIME_FORMATS[PROGRAMS[name]["runtime"]]
         self._converter = Converter() if self._format == "onnx" else None
-        planned = sum(one.arm.backend in PROGRAMS for one in workload.case.with_status(PLANNED))
-        self._stays_loaded = planned * workload.weights * MEMORY_SHARE <= available_bytes()
+        backends = Counter(measured.arm.backend for measured in workload.case.with_status(PLANNED))
+        copies = sum(copies_of_weights(backend, arms) for backend, arms in backends.items())
+        self._stays_loaded = copies * workload.weights * MEMORY_SHARE <= available_bytes()
         self._loaded: dict[Arm, Run] = {}
         self._peaks: dict[Arm, int | None] = {}
         self._cache = Cache(programs)
@@ -225,3 +227,12 @@ class ProgramBackend(Backend):
         if params != own:
             os.link(params, own)
         return Files(*traced.files.paths, *parities)
+
+
+def copies_of_weights(backend: str, arms: int) -> float:
+    """How often the weights in float32 are in memory if the programs of so many arms of a backend are loaded."""
+    if backend == EAGER:
+        return 0  # those of the workload, which are there already
+    if backend == ONNX_RUNTIME:
+        return 1  # its programs share prepared weights
+    return arms / 2 if backend in ROUNDED else arms
