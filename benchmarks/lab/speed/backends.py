@@ -28,7 +28,7 @@ from ppdiffusers_tome.run.formats import RUNTIME_FORMATS
 from ppdiffusers_tome.run.manifest import Files, PlannedProgram
 from ppdiffusers_tome.run.onnx_weights import SharedWeights
 
-from ..arm import BUILT_IN, Arm
+from ..arm import BUILT_IN, EAGER, Arm
 from ..cache import Cache, program_key
 from ..timing import seconds_of
 from .cases import ONNX_RUNTIME, PLANNED, PROGRAMS, ROUNDED
