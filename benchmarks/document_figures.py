@@ -313,10 +313,10 @@ def choice(*name: str) -> list[str]:
 
 def by_runtime(backend: str) -> list[str]:
     """The UNet of `scenes_sd` at 256 px in a runtime: milliseconds of plain and merged by default, and the gain."""
-    row = arm("scenes_unet", DEFAULT, backend, 256)
-    if row is None:
-        return [NOT_MEASURED] * 3
-    return [milliseconds(plain_of(row, "scenes_unet")), milliseconds(row), gain_of(row, "scenes_unet")]
+    for file in ("scenes_exported_unet", "scenes_unet"):
+        if row := arm(file, DEFAULT, backend, 256):
+            return [milliseconds(plain_of(row, file)), milliseconds(row), gain_of(row, file)]
+    return [NOT_MEASURED] * 3
 
 
 def gpu_gain(size: str, batch: str = "2") -> list[str]:
@@ -345,11 +345,6 @@ def milliseconds_on_gpu(size: str) -> list[str]:
     times = [f"{statistics.median(gpu_arms(name, size, '2')[0]['ms']):.0f} ms" for name in names]
     gained = on_gpu(size, "2", names[1])
     return [*times, gained, of_image(gained)]
-
-
-def scenes_gain(backend: str) -> list[str]:
-    """The UNet of `scenes_sd` at 256 px on a CPU, as `gpu_gain`."""
-    return with_image([gain_of(arm("scenes_unet", name, backend, 256), "scenes_unet") for name in (DEFAULT, TODO)])
 
 
 def with_image(gains: list[str]) -> list[str]:
@@ -521,7 +516,6 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
     "cpu_gain": cpu_gain,
     "seconds_on_cpu": seconds_on_cpu,
     "milliseconds_on_gpu": milliseconds_on_gpu,
-    "scenes_gain": scenes_gain,
     "small_image_gain": small_image_gain,
     "demo": demo,
     "rehearsed": rehearsed,
