@@ -32,5 +32,6 @@ if mode != "weights":
     config.ignored_scope = {"names": [op.get_friendly_name() for op in similarity]}
 parts = intel.OVPipelineQuantizationConfig({"unet": config}, intel.OVWeightQuantizationConfig(bits=8))
 intel.OVQuantizer(pipe).quantize(data, ov_config=intel.OVConfig(quantization_config=parts))
+pipe.save_pretrained(f"{folder}_{mode}")  # optimum-intel loads it as it loads the folder that was exported
 pipe(prompt, num_inference_steps=20, guidance_scale=3.0).images[0].save(output)  # Stable Diffusion: 7.5
-print(f"wrote {output}")
+print(f"wrote {output} and {folder}_{mode}")

@@ -213,7 +213,10 @@ def test_examples(tiny_sdxl, script, name, tmp_path):
 @pytest.mark.parametrize("mode", ["weights", "hybrid", "full"])
 def test_example_of_int8(tiny_sdxl, mode, tmp_path):
     output = tmp_path / "image.png"
-    run_there(PYTHON, ROOT / "examples" / "with_int8.py", tiny_sdxl.folder("openvino"), mode, PROMPT, output)
+    folder = tiny_sdxl.folder("openvino")
+    run_there(PYTHON, ROOT / "examples" / "with_int8.py", folder, mode, PROMPT, output)
+    weights = Path(f"{folder}_{mode}", "unet", "openvino_model.bin").stat().st_size
+    assert weights < 0.5 * (folder / "unet" / "openvino_model.bin").stat().st_size
     image = Image.open(output)
     assert image.size == tiny_sdxl.size[::-1] and np.ptp(np.asarray(image)) > 0
 
