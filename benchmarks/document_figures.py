@@ -392,12 +392,12 @@ def eager_pass(*name: str) -> str:
     return f"{statistics.median(row['seconds']):.0f} s, {row['peak_memory_bytes'] / 1e9:.1f} GB"
 
 
-def export_price(size: str, what: str) -> str:
-    """What an export of Stable Diffusion 1.5 at a size takes: "minutes", "memory" or "disk"."""
-    row = row_of_export("image_check", ["Stable Diffusion 1.5 at", size, "px"])
-    if what == "minutes":
-        return minutes(row["seconds"])
-    return f"{row['peak_bytes' if what == 'memory' else 'disk_bytes'] / 1e9:.0f} GB"
+def price(command: str) -> list[str]:
+    """What `export` or `compare` of Stable Diffusion 1.5 at 512 px took: time, memory, and disk where it writes much."""
+    if command == "compare":
+        return [rehearsed(command, "seconds"), rehearsed(command, "memory"), NOT_MEASURED]
+    row = row_of_export("image_check", ["Stable Diffusion 1.5 at 512 px"])
+    return [minutes(row["seconds"]), *(f"{row[name] / 1e9:.1f} GB" for name in ("peak_bytes", "disk_bytes"))]
 
 
 def claims(factor: float, **wanted: Any) -> list[float]:
@@ -521,7 +521,7 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
     "rehearsed": rehearsed,
     "images_per_hour": images_per_hour,
     "eager_pass": eager_pass,
-    "export_price": export_price,
+    "price": price,
     "gain_rule": gain_rule,
     "false_claims": false_claims,
     "gains_found": gains_found,
