@@ -393,7 +393,7 @@ def eager_pass(*name: str) -> str:
 
 
 def price(command: str) -> list[str]:
-    """What `export` or `compare` of Stable Diffusion 1.5 at 512 px took: time, memory, and disk where it writes much."""
+    """What `export` or `compare` of Stable Diffusion 1.5 at 512 px took: time, memory, and disk of the export."""
     if command == "compare":
         return [rehearsed(command, "seconds"), rehearsed(command, "memory"), NOT_MEASURED]
     row = row_of_export("image_check", ["Stable Diffusion 1.5 at 512 px"])
