@@ -6,7 +6,7 @@
     python benchmarks/export_cost.py report
 
 `measure` runs `python -m ppdiffusers_tome export` of a checkout for each of `EXPORTS`, one after another, and adds the
-figures to the result. Memory is the PSS of the command and its processes, every fifth of a second; its largest value
+figures to the result. Memory is the PSS of the command and its processes, every second; its largest value
 counts, and images are not compared. `measure --unet` ends each export when its UNets are written, and adds the peak of
 their memory, which does not depend on what else the machine does. `images` measures exports that compare images, as
 they do by default, how much of their time that takes, and their size on the disk. Stable Diffusion 1.5 has random
@@ -69,7 +69,7 @@ def measure(arguments: list[str], source: Path, is_unet: bool, keep: Path | None
         process = psutil.Popen(command, cwd=source, stderr=log, env={**os.environ, "PYTHONPATH": str(source)})
         while process.poll() is None:
             peak = max(peak, proportional_bytes(process))
-            time.sleep(0.2)
+            time.sleep(1)
             lines = Path(log.name).read_text(errors="replace")
             if compares is None and "comparing images" in lines:
                 compares = time.perf_counter()

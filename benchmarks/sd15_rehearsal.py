@@ -90,12 +90,12 @@ def proportional_bytes(process: psutil.Process) -> int:
 
 @contextmanager
 def watched(process: psutil.Process) -> Iterator[dict[str, float]]:
-    """At its end the dict has the seconds in the context, and the peak of the memory, every fifth of a second."""
+    """At its end the dict has the seconds in the context, and the peak of the memory, every second."""
     figures: dict[str, float] = {}
     start, peaks, is_over = time.perf_counter(), [0], Event()
 
     def watch() -> None:
-        while not is_over.wait(0.2) and process.is_running():
+        while not is_over.wait(1) and process.is_running():
             peaks.append(proportional_bytes(process))
 
     thread = Thread(target=watch)

@@ -1,12 +1,12 @@
 """`export`: write a pipeline as a folder of programs for ONNX Runtime or Paddle Inference."""
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..cores import usable_cores
+from ..errors import ParameterError
 from ..export.layouts import EXPORT_FORMATS, LAYOUTS, RUNTIMES, DiffusersLayout, choose_layout
 from ..methods import ToMeConfig
 from ..run.manifest import Manifest, is_refiner
@@ -56,6 +56,12 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     option("--overwrite", action="store_true", help="replace an earlier export")
     option(
+        "--threads",
+        type=int,
+        default=usable_cores(),
+        help="CPU threads of what programs are compared with (default: %(default)s, all cores)",
+    )
+    option(
         "--no-image-check",
         dest="image_check",
         action="store_false",
@@ -72,12 +78,14 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     from ..export.export import write_export
     from ..export.loading import load_eager_pipeline
+    from ..run.runtime import MAX_THREADS
 
     configs = merge_configs(options)
     with naming_options(runtime="--for", controlnet="--controlnet-ratio", ratios="--ratio", sizes="--size"):
         request = _request(options, configs)
-        if "OMP_NUM_THREADS" not in os.environ:  # without it, Paddle computes in one thread what programs compare with
-            core.set_num_threads(usable_cores())
+        if not 1 <= options.threads <= MAX_THREADS:
+            raise ParameterError("threads", options.threads, f"it must be 1 to {MAX_THREADS}")
+        core.set_num_threads(options.threads)
         logger.set_level("WARNING")
         ppdiffusers.utils.logging.disable_progress_bar()
         pipe = load_eager_pipeline(

@@ -132,18 +132,17 @@ def test_more_tokens_than_positions(make, tmp_path):
         export_pipeline(pipe, tmp_path / "out", 0.5, 32)
 
 
-@pytest.mark.parametrize("variable", [None, "3"])
-def test_the_command_uses_all_cores_unless_the_environment_says_otherwise(
-    variable, with_controlnet, tmp_path, monkeypatch
-):
-    """Paddle has one thread where OMP_NUM_THREADS is not set, which it read when it was imported."""
+@pytest.mark.parametrize(("options", "threads"), [([], usable_cores()), (["--threads", "3"], 3)])
+def test_the_command_compares_on_all_cores(options, threads, with_controlnet, tmp_path, monkeypatch):
+    """Paddle has one thread by default."""
     monkeypatch.setattr(loading, "load_eager_pipeline", lambda *_, **__: with_controlnet)
-    threads = []
-    monkeypatch.setattr("paddle.base.core.set_num_threads", threads.append)
-    if variable is None:
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    else:
-        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    used = []
+    monkeypatch.setattr("paddle.base.core.set_num_threads", used.append)
     arguments = ["--model", "x/y", "--size", "32", "--ratio", "0.02"]  # which is refused before the first program
-    assert main(["export", *arguments, "--output", str(tmp_path / "out")]) == 2
-    assert threads == ([usable_cores()] if variable is None else [])
+    assert main(["export", *arguments, *options, "--output", str(tmp_path / "out")]) == 2
+    assert used == [threads]
+
+
+def test_threads_out_of_range(tmp_path, capsys):
+    assert main(["export", "--model", "x/y", "--threads", "0", "--output", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == "error: --threads 0 is not allowed: it must be 1 to 1024\n"
