@@ -25,7 +25,7 @@ from threading import Event, Thread
 from typing import Any
 
 import psutil
-from lab.result_files import make_result
+from lab.result_files import make_result, read_json
 
 from ppdiffusers_tome.comparison.results import write_result
 
@@ -133,7 +133,7 @@ def serve() -> dict[str, Any]:
     seconds: dict[str, list[float]] = {"0": [], "0.75": []}
     try:
         with watched(process) as figures:
-            wait_for(f"http://127.0.0.1:{port}/health", process)
+            wait_for(f"http://127.0.0.1:{port}/ready", process)
             for image in range(IMAGES + 1):
                 for ratio, times in seconds.items():
                     body = {"prompt": "a photo of a fox", "steps": STEPS if image else 1, "tome_ratio": float(ratio)}
@@ -155,7 +155,7 @@ def serve() -> dict[str, Any]:
 
 
 def wait_for(url: str, process: psutil.Popen) -> None:
-    """Wait until a server answers."""
+    """Wait until a server is ready for requests."""
     while process.poll() is None:
         try:
             urllib.request.urlopen(url, timeout=5).close()
@@ -167,15 +167,20 @@ def wait_for(url: str, process: psutil.Popen) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
-    output = ROOT / "build" / "rehearsal"
-    measured = {"compare": run(COMPARE, "--output", str(output))}
-    comparison = json.loads((output / "compare_512.json").read_text(encoding="utf-8"))
-    measured["serve"] = serve()
-    content = {"measured": measured, "comparison": comparison}
-    write_result(RESULT, make_result("rehearsal", "python benchmarks/sd15_rehearsal.py", **content))
-    for name, figures in measured.items():
-        print(f"{name}: {figures['seconds']:.0f} s, at most {figures['peak_bytes'] / 1e9:.1f} GB")
+    parser.add_argument("--only", nargs="+", choices=("compare", "serve"), default=("compare", "serve"))
+    options = parser.parse_args()
+    earlier = read_json(RESULT) if RESULT.is_file() else {}
+    content = {name: earlier.get(name, {}) for name in ("measured", "comparison")}
+    for name in options.only:
+        if name == "compare":
+            output = ROOT / "build" / "rehearsal"
+            content["measured"][name] = run(COMPARE, "--output", str(output))
+            content["comparison"] = json.loads((output / "compare_512.json").read_text(encoding="utf-8"))
+        else:
+            content["measured"][name] = serve()
+        write_result(RESULT, make_result("rehearsal", "python benchmarks/sd15_rehearsal.py", **content))
+        figures = content["measured"][name]
+        print(f"{name}: {figures['seconds']:.0f} s, at most {figures['peak_bytes'] / 1e9:.1f} GB", flush=True)
 
 
 if __name__ == "__main__":
