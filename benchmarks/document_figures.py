@@ -329,10 +329,10 @@ def cpu_gain(backend: str, size: str) -> list[str]:
     return with_image([on_cpu(backend, size, name) for name in (DEFAULT, TODO)])
 
 
-def seconds_on_cpu(backend: str, size: str) -> list[str]:
-    """A pass of Stable Diffusion 1.5's UNet on a CPU: seconds plain and merged, and the gains of pass and image."""
+def seconds_on_cpu(backend: str, size: str, *name: str) -> list[str]:
+    """A pass of Stable Diffusion 1.5's UNet on a CPU: seconds plain and of an arm, and the gains of pass and image."""
     for file in sorted(path.stem for path in RESULTS.glob("sd15_*.json")):
-        if row := arm(file, DEFAULT, backend, size):
+        if row := arm(file, " ".join(name), backend, size):
             gained = gain_of(row, file)
             seconds = [f"{statistics.median(one['seconds']):.1f} s" for one in (plain_of(row, file), row)]
             return [*seconds, gained, of_image(gained)]
@@ -370,34 +370,11 @@ def demo(*name: str) -> list[str]:
     return [plain, seconds, row["gain_in_words"], *decibels, *similarities, peak, saved]
 
 
-def rehearsed(command: str, what: str) -> str:
-    """What a command took with Stable Diffusion 1.5 on a CPU, in "seconds" or "memory"."""
-    figures = read("rehearsal_sd15")["measured"][command]
-    return minutes(figures["seconds"]) if what == "seconds" else f"{figures['peak_bytes'] / 1e9:.1f} GB"
-
-
-def images_per_hour(ratio: str) -> str:
-    """How many images `serve` makes of Stable Diffusion 1.5 at a ratio, one after another."""
-    return f"{3600 / statistics.median(read('rehearsal_sd15')['measured']['serve']['image_seconds'][ratio]):.0f}"
-
-
-def minutes(seconds: float) -> str:
-    return f"{seconds / 60:.0f} min"
-
-
-def eager_pass(*name: str) -> str:
-    """Seconds and GB of a pass of Stable Diffusion 1.5's UNet in eager mode at 512 px."""
-    row = arm("sd15_eager", " ".join(name))
+def exported_pass(size: str) -> str:
+    """Seconds of a plain pass of Stable Diffusion 1.5 that is exported, in ONNX Runtime."""
+    row = arm(f"sd15_{size}_{ONNX_RUNTIME}", PLAIN, ONNX_RUNTIME, size)
     assert row is not None
-    return f"{statistics.median(row['seconds']):.0f} s, {row['peak_memory_bytes'] / 1e9:.1f} GB"
-
-
-def price(command: str) -> list[str]:
-    """What `export` or `compare` of Stable Diffusion 1.5 at 512 px took: time, memory, and disk of the export."""
-    if command == "compare":
-        return [rehearsed(command, "seconds"), rehearsed(command, "memory"), NOT_MEASURED]
-    row = row_of_export("image_check", ["Stable Diffusion 1.5 at 512 px"])
-    return [minutes(row["seconds"]), *(f"{row[name] / 1e9:.1f} GB" for name in ("peak_bytes", "disk_bytes"))]
+    return f"{statistics.median(row['seconds']):.1f} s"
 
 
 def claims(factor: float, **wanted: Any) -> list[float]:
@@ -518,10 +495,7 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
     "milliseconds_on_gpu": milliseconds_on_gpu,
     "small_image_gain": small_image_gain,
     "demo": demo,
-    "rehearsed": rehearsed,
-    "images_per_hour": images_per_hour,
-    "eager_pass": eager_pass,
-    "price": price,
+    "exported_pass": exported_pass,
     "gain_rule": gain_rule,
     "false_claims": false_claims,
     "gains_found": gains_found,
