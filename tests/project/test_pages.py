@@ -26,7 +26,7 @@ from ppdiffusers_tome.export.conversion import Converter
 from ppdiffusers_tome.export.tracing import TracedProgram
 
 PAGES = ("README.md", "docs/usage.md", "docs/export.md", "docs/serve.md")
-SMALL = {"256": "32", "512": "32", "1024": "64"}  # px, because the model is tiny
+SMALL = {"256": "32", "512": "32", "768": "64", "1024": "64"}  # px, because the model is tiny
 INSTALLING = ("python3", "pip", ".", "git", "cd", "make", "ppdiffusers_tome/requirements/serve.txt")
 MODEL = "examples/scenes_sd"
 OTHER_MODELS = r"\bDIR\b|(?:stable-diffusion-v1-5|runwayml)/stable-diffusion-v1-5"  # of the reader, or of a hub

@@ -754,7 +754,13 @@ def relay(fake):
 
 def test_frozen_and_killed_server(browser, fake, relay):
     """A hint after ten seconds of silence, and on with the image; then the plain image stays, and the page waits."""
-    refusals = ["ERR_CONNECTION", "ERR_INCOMPLETE_CHUNKED_ENCODING", "ERR_EMPTY_RESPONSE", *ABORTED]
+    refusals = [
+        "ERR_CONNECTION",
+        "ERR_INCOMPLETE_CHUNKED_ENCODING",
+        "ERR_EMPTY_RESPONSE",
+        "ERR_SOCKET_NOT_CONNECTED",
+        *ABORTED,
+    ]
     fake.engine.held = 0.5
     with opened(browser, relay, refusals=refusals) as page:
         fill(page)
