@@ -482,7 +482,6 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
     "memory": memory,
     "on_gpu": on_gpu,
     "predicted_on_gpu": predicted_on_gpu,
-    "on_cpu": on_cpu,
     "gpu_row": gpu_row,
     "loader": loader,
     "export_cost": export_cost,
