@@ -249,6 +249,7 @@ def test_eager_passes_of_an_export_have_the_scores_of_one_head_in_memory(monkeyp
     """Those of all heads of a large image need more memory than the machine that runs the export may have."""
     heads, compute = set(), Attention.get_attention_scores
 
+    @paddle.jit.not_to_static
     def record(layer, query, *others):
         if paddle.in_dynamic_mode():  # not where a program is traced
             heads.add(query.shape[0])
