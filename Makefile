@@ -148,7 +148,7 @@ bench: $(VENV)/.installed ## measure time and memory of passes, and write their 
 	$(BENCH) --model examples/scenes_sd --size 128 192 256 --batch 2 4 --arms plain tome --ratio 0.5 0.75 0.9375 --threads 1 --output $(RESULTS)/scenes_sizes.json
 	$(SD15) --size 512 --arms plain memory-efficient tome both --rounds 3 --output $(RESULTS)/sd15_eager.json
 	$(SD15) --size 512 $(SD15_METHODS) method=tomesd,ratio=0.5 --backend onnxruntime --output $(RESULTS)/sd15_512_onnxruntime.json
-	$(SD15) --size 512 $(SD15_METHODS) --backend openvino --rounds 5 --output $(RESULTS)/sd15_512_openvino.json
+	$(SD15) --size 512 --arms plain tome --merging ratio=0.75 method=todo,ratio=0.75 --backend openvino --rounds 5 --output $(RESULTS)/sd15_512_openvino.json
 	$(SD15) --size 512 $(SD15_METHODS) --backend openvino-bf16 --rounds 7 --output $(RESULTS)/sd15_512_openvino-bf16.json
 	$(SD15) --size 768 --arms plain tome --ratio 0.75 --backend onnxruntime --rounds 5 --output $(RESULTS)/sd15_768_onnxruntime.json
 	OMP_NUM_THREADS=1 $(PY) benchmarks/sdxl_blocks.py --output $(RESULTS)/sdxl_blocks.json
