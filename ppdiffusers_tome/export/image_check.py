@@ -7,7 +7,6 @@ because of the class or the config of a component, shows in an image only.
 import copy
 import inspect
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, NamedTuple
@@ -112,9 +111,7 @@ def _eager_images(pipe: DiffusionPipeline, cases: Sequence[ImageCase], size: Siz
     vars(scheduler).update(tensors)
     vars(eager).update(copies, scheduler=scheduler)
     images = []
-    with ExitStack() as stack:
-        for model in copies.values():
-            stack.enter_context(attention_in_slices(model))
+    with attention_in_slices(*copies.values()):
         for case in cases:
             merge_by(eager, *case.merging.configs)
             try:

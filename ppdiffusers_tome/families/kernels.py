@@ -48,13 +48,14 @@ def use_ordinary_attention(model: nn.Layer) -> None:
 
 
 @contextmanager
-def attention_in_slices(model: nn.Layer) -> Iterator[None]:
-    """A context in which a model computes ordinary attention for one head of one image at a time.
+def attention_in_slices(*models: nn.Layer) -> Iterator[None]:
+    """A context in which models compute ordinary attention for one head of one image at a time.
 
-    Its outputs differ by rounding alone. The scores of all heads together need most of the memory of large images:
+    Their outputs differ by rounding alone. The scores of all heads together need most of the memory of large images:
     17 GB at the first level of Stable Diffusion 1.5 at 1024 px, in a batch of two.
     """
-    ordinary = [layer for layer in model.sublayers() if type(getattr(layer, "processor", None)) is AttnProcessor]
+    layers = [layer for model in models for layer in model.sublayers()]
+    ordinary = [layer for layer in layers if type(getattr(layer, "processor", None)) is AttnProcessor]
     # In slices ppdiffusers leaves out the spatial norm, which the decoder of a VQ model has.
     sliced = {layer: layer.processor for layer in ordinary if layer.spatial_norm is None}
     try:
