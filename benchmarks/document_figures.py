@@ -203,11 +203,16 @@ def predicted_on_gpu(size: str) -> str:
     return gpu_onnx.predicted_gains(read("gpu_onnx")["rows"]).get((int(size), 2), NOT_MEASURED)
 
 
-def on_cpu(backend: str, size: str, *name: str) -> str:
-    """The gain of Stable Diffusion 1.5's UNet on a CPU at batch 2, by an arm."""
+def of_sd15(backend: str, size: str, *name: str) -> tuple[dict[str, Any], str] | None:
+    """An arm of Stable Diffusion 1.5's UNet on a CPU at batch 2, and the result that has it; None if none has."""
     files = sorted(path.stem for path in RESULTS.glob("sd15_*.json"))
-    gains = [str(over_plain(row, file)) for file in files if (row := arm(file, " ".join(name), backend, size))]
-    return gains[0] if gains else NOT_MEASURED
+    return next(((row, file) for file in files if (row := arm(file, " ".join(name), backend, size))), None)
+
+
+def on_cpu(backend: str, size: str, *name: str) -> str:
+    """The gain of an arm of `of_sd15`."""
+    found = of_sd15(backend, size, *name)
+    return NOT_MEASURED if found is None else str(over_plain(*found))
 
 
 def sdxl_block(level: str, size: str, *name: str) -> str:
@@ -331,12 +336,12 @@ def cpu_gain(backend: str, size: str) -> list[str]:
 
 def seconds_on_cpu(backend: str, size: str, *name: str) -> list[str]:
     """A pass of Stable Diffusion 1.5's UNet on a CPU: seconds plain and of an arm, and the gains of pass and image."""
-    for file in sorted(path.stem for path in RESULTS.glob("sd15_*.json")):
-        if row := arm(file, " ".join(name), backend, size):
-            gained = gain_of(row, file)
-            seconds = [f"{statistics.median(one['seconds']):.1f} s" for one in (plain_of(row, file), row)]
-            return [*seconds, gained, of_image(gained)]
-    return [NOT_MEASURED] * 4
+    found = of_sd15(backend, size, *name)
+    if found is None:
+        return [NOT_MEASURED] * 4
+    seconds = [f"{statistics.median(one['seconds']):.1f} s" for one in (plain_of(*found), found[0])]
+    gained = on_cpu(backend, size, *name)
+    return [*seconds, gained, of_image(gained)]
 
 
 def milliseconds_on_gpu(size: str) -> list[str]:
