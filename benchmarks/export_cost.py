@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 from lab.markdown import table
 from lab.result_files import make_result, read_json
-from sd15_rehearsal import EXPORT, MODEL, build, proportional_bytes
+from sd15_rehearsal import EXPORT, MODEL, build, watched
 
 from ppdiffusers_tome.comparison.results import write_result
 
@@ -65,19 +65,20 @@ def measure(arguments: list[str], source: Path, is_unet: bool, keep: Path | None
     """
     with tempfile.TemporaryDirectory(dir=ROOT / "build") as scratch, open(f"{scratch}/log", "w+") as log:
         command = [sys.executable, "-m", "ppdiffusers_tome", "export", *arguments, "--output", f"{scratch}/export"]
-        start, peak, compares = time.perf_counter(), 0, None
+        start, compares, has_unets = time.perf_counter(), None, False
         process = psutil.Popen(command, cwd=source, stderr=log, env={**os.environ, "PYTHONPATH": str(source)})
-        while process.poll() is None:
-            peak = max(peak, proportional_bytes(process))
-            time.sleep(1)
-            lines = Path(log.name).read_text(errors="replace")
-            if compares is None and "comparing images" in lines:
-                compares = time.perf_counter()
-            if is_unet and "exporting text_encoder" in lines:
-                process.terminate()
-                process.wait()
-                return {"unet_peak_bytes": peak}
-        seconds = time.perf_counter() - start
+        with watched(process) as figures:
+            while process.poll() is None:
+                time.sleep(0.2)
+                lines = Path(log.name).read_text(errors="replace")
+                if compares is None and "comparing images" in lines:
+                    compares = time.perf_counter()
+                if is_unet and "exporting text_encoder" in lines:
+                    has_unets = True
+                    process.terminate()
+                    process.wait()
+        if has_unets:
+            return {"unet_peak_bytes": figures["peak_bytes"]}
         if process.returncode:
             text = Path(log.name).read_text(errors="replace")
             raise subprocess.CalledProcessError(process.returncode, command, text)
@@ -86,8 +87,8 @@ def measure(arguments: list[str], source: Path, is_unet: bool, keep: Path | None
         if keep is not None:
             shutil.rmtree(keep, ignore_errors=True)
             written.rename(keep)
-    of_images = {} if compares is None else {"image_check_seconds": start + seconds - compares}
-    return {"seconds": seconds, **of_images, "peak_bytes": peak, "disk_bytes": disk}
+    of_images = {} if compares is None else {"image_check_seconds": start + figures["seconds"] - compares}
+    return {**figures, **of_images, "disk_bytes": disk}
 
 
 def report(result: dict[str, Any]) -> str:
