@@ -382,6 +382,19 @@ def exported_pass(size: str) -> str:
     return f"{statistics.median(row['seconds']):.1f} s"
 
 
+def rehearsed(command: str, unit: str) -> str:
+    """What a command of README took with Stable Diffusion 1.5, in "min", or its peak of memory in "GB"."""
+    figures = read("rehearsal_sd15")["measured"][command]
+    number = figures["seconds"] / 60 if unit == "min" else figures["peak_bytes"] / 1e9
+    return f"{number:.1f} {unit}"
+
+
+def served(ratio: str) -> list[str]:
+    """Of `serve` with Stable Diffusion 1.5: seconds of an image, and images per hour."""
+    seconds = statistics.median(read("rehearsal_sd15")["measured"]["serve"]["image_seconds"][ratio])
+    return [f"{seconds:.0f}", f"{3600 / seconds:.0f}"]
+
+
 def claims(factor: float, **wanted: Any) -> list[float]:
     """The shares of simulated comparisons in which a gain is claimed, of the rows with these values."""
     rows = [row for row in read("gain_rule")["rows"] if all(row[name] == value for name, value in wanted.items())]
@@ -500,6 +513,8 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
     "small_image_gain": small_image_gain,
     "demo": demo,
     "exported_pass": exported_pass,
+    "rehearsed": rehearsed,
+    "served": served,
     "gain_rule": gain_rule,
     "false_claims": false_claims,
     "gains_found": gains_found,

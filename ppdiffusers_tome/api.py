@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from .attach.attach import attach, attached_configs, detach, restore
 from .attach.forward import install_forward
 from .errors import ToMeConfigError
-from .families.pipelines import half_on_cpu
+from .families.pipelines import check_controlnet, half_on_cpu
 from .method_names import MergeSettings
 from .methods import ToMeConfig
 from .summary import tome_summary
@@ -73,7 +73,9 @@ def apply_tome(
             "load with from_pretrained(..., paddle_dtype=paddle.float32), or move to a GPU before the first call.",
             stacklevel=2,
         )
-    attach(target, common, common.for_controlnet(controlnet))
+    of_controlnet = common.for_controlnet(controlnet)
+    check_controlnet(target, controlnet)
+    attach(target, common, of_controlnet)
     return target
 
 

@@ -16,7 +16,7 @@ from ppdiffusers import DiffusionPipeline
 from typing_extensions import Unpack
 
 from .._version import __version__
-from ..families.pipelines import text_tokens, vae_factor
+from ..families.pipelines import check_controlnet, text_tokens, vae_factor
 from ..method_names import MergeSettings
 from ..replacement import replacing
 from ..run.defaults import DEFAULTS
@@ -115,10 +115,9 @@ def export_pipeline(
     Example:
         >>> export_pipeline(pipe, "build/emoji", ratios=(0.5, 0), sizes=[(128, 128), (192, 128)])
     """
-    configs = make_configs(ratios, settings)
     request = ExportRequest(
         folder=Path(folder),
-        merging=None if configs is None else list_merging(configs, controlnet),
+        merging=list_merging(make_configs(ratios, settings), controlnet),
         sizes=list_sizes(sizes),
         layout=choose_layout(layout, format, runtime),
         image_to_image=image_to_image,
@@ -126,6 +125,7 @@ def export_pipeline(
         progress=progress,
         image_check=image_check,
     )
+    check_controlnet(pipe, controlnet)
     return write_export(pipe, request)
 
 

@@ -166,16 +166,23 @@ def make_configs(ratios: Iterable[float] | float | None, settings: Mapping[str, 
     return [ToMeConfig(ratio=ratio, **settings) for ratio in values]
 
 
-def list_merging(configs: Sequence[ToMeConfig], controlnet: bool | float) -> tuple[DenoiserMerging, ...]:
+def list_merging(
+    configs: Sequence[ToMeConfig] | None, controlnet: bool | float
+) -> tuple[DenoiserMerging, ...] | None:
     """How the programs of a request merge, each ratio once; both models are plain at ratio 0.
 
     Args:
-        configs: of the UNet, a config for each ratio.
+        configs: of the UNet, a config for each ratio. None: what is applied to the pipeline, and the result is None.
         controlnet: whether, or at what ratio, a ControlNet merges; as in `apply_tome`.
 
     Raises:
-        ToMeConfigError: `controlnet` is not allowed, or is a ratio, and the UNet does not merge at any ratio.
+        ToMeConfigError: `controlnet` is not allowed, or is a ratio, and the UNet does not merge at any ratio; or it is
+            set, and there are no configs.
     """
+    if configs is None:
+        if controlnet is not True:
+            raise ParameterError("controlnet", controlnet, "it cannot be set without ratios: pass ratios as well.")
+        return None
     merging = []
     for config in configs:
         of_controlnet = config.for_controlnet(controlnet)

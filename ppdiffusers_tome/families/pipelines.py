@@ -7,8 +7,8 @@ import paddle
 from paddle import nn
 from ppdiffusers import DiffusionPipeline
 
-from ..errors import ToMeConfigError
-from .blocks import MergeableBlock, find_blocks, is_denoiser
+from ..errors import ParameterError, ToMeConfigError
+from .blocks import MergeableBlock, find_blocks, is_controlnet, is_denoiser
 from .table import FAMILIES
 
 
@@ -80,6 +80,17 @@ def find_denoisers(target: Any) -> list[DenoiserBlocks]:
         ToMeConfigError: as `components`.
     """
     return [DenoiserBlocks(name, model, find_blocks(model)) for name, model in denoisers(target).items()]
+
+
+def check_controlnet(target: Any, controlnet: bool | float) -> None:
+    """Check that a pipeline or model has a ControlNet if the argument `controlnet` of `apply_tome` is a ratio for it.
+
+    Raises:
+        ToMeConfigError: it has none; or as `components`.
+    """
+    if controlnet and not isinstance(controlnet, bool) and not any(map(is_controlnet, denoisers(target).values())):
+        rule = f"it is a ratio for ControlNets, and {type(target).__name__} has none: leave controlnet out."
+        raise ParameterError("controlnet", controlnet, rule)
 
 
 def why_nothing_merges(target: Any) -> str:

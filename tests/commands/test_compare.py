@@ -448,10 +448,11 @@ def test_command_saves_the_settings_that_reach_the_goal(model, tmp_path, capsys,
     assert [row["arm"] for row in content["compared"]] == tried
     ratios = ("0.25", "0.5", "0.625", "0.75", "0.875", "0.9375")
     assert tried == ["plain", *(f"interlace {ratio}" for ratio in ratios), "todo 0.75"]
-    assert run_compare(model, tmp_path, *options, "--goal", "33dB") == 0
+    of_todo = [*FEW_ROUNDS, "--method", "todo", "--save", str(save)]
+    assert run_compare(model, tmp_path, *of_todo, "--goal", "33dB") == 0
     assert ToMeConfig.load(save) == ToMeConfig(ratio=0.75, method="todo")
     save.unlink()
-    assert run_compare(model, tmp_path, *options, "--goal", "1.7x") == 1
+    assert run_compare(model, tmp_path, *of_todo, "--goal", "1.7x") == 1
     assert "todo 0.75, 1.60×" in capsys.readouterr().out and not save.exists()
     for words, printed in ((NO_DIFFERENCE, "not faster here"), (TOO_FEW_ROUNDS, f"--rounds {ROUNDS} or more")):
 
@@ -459,7 +460,7 @@ def test_command_saves_the_settings_that_reach_the_goal(model, tmp_path, capsys,
             return replace(measured(arm, plain), gain=None, gain_in_words=words)
 
         monkeypatch.setattr(ComparedArm, "figures", without_gain)
-        assert run_compare(model, tmp_path, *options, "--goal", "30dB", "--ratio", "0.5") == 1
+        assert run_compare(model, tmp_path, *of_todo, "--goal", "30dB") == 1
         assert printed in capsys.readouterr().out and not save.exists()
 
 

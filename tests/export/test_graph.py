@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from functools import lru_cache, partial
 
 import numpy as np
 import onnx
@@ -10,6 +11,7 @@ import onnxruntime
 import paddle
 import pytest
 from conftest import tiny_pipeline
+from exporting import export_linked, unmerged_programs
 from onnx import TensorProto, helper
 from ppdiffusers import StableDiffusionControlNetPipeline
 from zoo.adapters import Adapted, adapt, with_lora
@@ -24,7 +26,7 @@ from ppdiffusers_tome.graph.indices import InterlacedKeys, KeysByTable
 from ppdiffusers_tome.graph.model_files import read_program
 from ppdiffusers_tome.graph.nodes import Nodes, TimestepNodes
 from ppdiffusers_tome.graph.unet import plan_merging
-from ppdiffusers_tome.inference import export_pipeline, read_manifest
+from ppdiffusers_tome.inference import read_manifest
 from ppdiffusers_tome.methods.interlace import remaining
 from ppdiffusers_tome.methods.steps import PLAIN_STEPS
 from ppdiffusers_tome.methods.turns import turns_of
@@ -123,10 +125,15 @@ def test_small_feature_maps_keep_all_keys():
 # Exports
 
 
-def run_file(path, **inputs):
+@lru_cache(maxsize=4)
+def load_file(path):
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
-    return onnxruntime.InferenceSession(str(path), options).run(None, inputs)[0]
+    return onnxruntime.InferenceSession(str(path), options)
+
+
+def run_file(path, **inputs):
+    return load_file(path).run(None, inputs)[0]
 
 
 def inputs_at(timestep, latents=LATENTS, text=32, **others):
@@ -146,18 +153,24 @@ def two_levels():
 
 
 @pytest.fixture(scope="module")
-def export(tmp_path_factory):
-    """An export at three ratios, with max_downsample=2, and how often a program was traced for it."""
+def write(onnx_folder):
+    """`export_linked` as ONNX, which traces UNets alone."""
+    return partial(export_linked, format="onnx", linked=unmerged_programs(onnx_folder))
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory, write):
+    """An export at three ratios, with max_downsample=2, and which programs were traced for it."""
     folder, traced = tmp_path_factory.mktemp("graph") / "export", []
-    write = tracing.write_program
+    trace = tracing.write_program
 
     def counting(traceable, target, *others):
         traced.append(target.name)
-        return write(traceable, target, *others)
+        return trace(traceable, target, *others)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tracing, "write_program", counting)
-        export_pipeline(pipe_of_export(), folder, (0.75, 0.5, 0), [SIZE], max_downsample=2, progress=False)
+        write(pipe_of_export(), folder, (0.75, 0.5, 0), [SIZE], max_downsample=2)
     return folder, traced
 
 
@@ -172,7 +185,7 @@ def path_of(export, ratio):
 
 
 def test_the_unet_is_traced_once_for_all_ratios(export):
-    assert sorted(export[1]) == ["text_encoder", "unet_40x32_0", "vae_decoder"]
+    assert export[1] == ["unet_40x32_0"]
 
 
 @pytest.mark.parametrize("ratio", [0.75, 0.5])
@@ -229,11 +242,11 @@ def test_weights_are_shared_by_all_ratios(export):
     assert parameters < weights.stat().st_size < 1.5 * parameters + tables
 
 
-def test_a_controlnet_and_its_own_ratio(tmp_path):
+def test_a_controlnet_and_its_own_ratio(write, tmp_path):
     """Its blocks come before those of the UNet, whose ratio is another."""
     parts = {**stable_diffusion(unet=unet(**ONE_LEVEL)), "controlnet": controlnet(**ONE_LEVEL)}
     pipe = StableDiffusionControlNetPipeline(**parts)
-    export_pipeline(pipe, tmp_path / "export", 0.5, [SIZE], controlnet=0.75, progress=False)
+    write(pipe, tmp_path / "export", 0.5, [SIZE], controlnet=0.75)
     (entry,) = read_program(tmp_path / "export/onnx/unet_40x32_0.5.onnx").metadata_props
     names = entry.value.split(", ")
     assert [name.partition(".")[0] for name in names] == ["controlnet"] * 2 + ["unet"] * 3
@@ -244,10 +257,10 @@ def test_a_controlnet_and_its_own_ratio(tmp_path):
 
 
 @pytest.mark.parametrize("adapter", [Adapted, with_lora])
-def test_adapters_of_projections_are_exported(adapter, tmp_path):
+def test_adapters_of_projections_are_exported(adapter, write, tmp_path):
     pipe = tiny_pipeline()
     adapt(pipe.unet, adapter)
-    manifest = export_pipeline(pipe, tmp_path / "export", 0.75, [SIZE], progress=False)
+    manifest = write(pipe, tmp_path / "export", 0.75, [SIZE])
     assert max(manifest.programs_of("unet")[0].files["onnx"].parity.values()) < 1e-5
 
 
@@ -255,7 +268,7 @@ def test_both_formats_and_a_method_without_turns(tmp_path):
     """The folder that ppdiffusers reads has its own weights, of the first ratio."""
     pipe = tiny_pipeline()
     ratios = (0.75, 0)
-    manifest = export_pipeline(pipe, tmp_path / "export", ratios, [SIZE], method="todo", format="both", progress=False)
+    manifest = export_linked(pipe, tmp_path / "export", ratios, [SIZE], method="todo", format="both")
     first, plain = (file.files for file in manifest.programs_of("unet"))
     assert first["paddle"].weights == plain["paddle"].weights == "unet/inference.pdiparams"
     assert all(max(files.parity.values()) <= 1e-5 for files in first.values())
@@ -348,13 +361,13 @@ def test_merging_in_all_steps_and_small_images(plain, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("architecture", [SDXL])
-def test_blocks_have_the_numbers_and_levels_of_eager_mode(architecture, tmp_path):
+def test_blocks_have_the_numbers_and_levels_of_eager_mode(architecture, write, tmp_path):
     """In SDXL, whose middle is at the level of the blocks before and after it."""
     from ppdiffusers import StableDiffusionXLPipeline
 
     paddle.seed(0)
     pipe = StableDiffusionXLPipeline(**sdxl(unet=unet(**architecture)))
-    export_pipeline(pipe, tmp_path / "export", (0.75, 0), [(64, 96)], max_downsample=4, progress=False)
+    write(pipe, tmp_path / "export", (0.75, 0), [(64, 96)], max_downsample=4)
     plain = read_program(tmp_path / "export/onnx/unet_96x64_0.onnx")
     planned = plan_merging(plain, ToMeConfig(0.75, max_downsample=4))
     (entry,) = read_program(tmp_path / "export/onnx/unet_96x64_0.75.onnx").metadata_props

@@ -41,6 +41,22 @@ def test_a_ratio_at_which_the_unet_keeps_all_keys(tiny, tmp_path):
         export_pipeline(tiny, tmp_path / "out", (0.5, 0.02), 32)
 
 
+def test_a_ratio_for_a_controlnet_that_is_absent(tiny, tmp_path):
+    """Left out without a word, a wrong pipeline would seem to merge as it was asked to."""
+    words = r"^controlnet=0\.3 is not allowed: .* StableDiffusionPipeline has none"
+    with pytest.raises(ToMeConfigError, match=words):
+        tiny.apply_tome(0.5, controlnet=0.3)
+    with pytest.raises(ToMeConfigError, match=words):
+        export_pipeline(tiny, tmp_path / "out", 0.5, 32, controlnet=0.3)
+    tiny.apply_tome(0.5, controlnet=0.0).remove_tome()  # as False
+
+
+@pytest.mark.parametrize("value", [False, 0.3])
+def test_the_ratio_of_a_controlnet_beside_what_is_applied(value, with_controlnet, tmp_path):
+    with pytest.raises(ToMeConfigError, match=f"^controlnet={value} is not allowed: .*without ratios"):
+        export_pipeline(with_controlnet, tmp_path / "out", controlnet=value)
+
+
 @pytest.mark.parametrize(
     ("ratios", "of_controlnet", "name"),
     [
