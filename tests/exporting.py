@@ -31,6 +31,16 @@ _patch = pytest.MonkeyPatch()  # for the rest of the process
 for _name, _without in ORIGINS.items():
     _patch.setattr(_name, _without)
 
+
+def _trace(*arguments, trace=tracing.write_program):
+    """Paddle 3.3 asks `traceback` itself for these lines, a seventh of an export's time, and others ask it too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("traceback.extract_stack", lambda: [])
+        return trace(*arguments)
+
+
+_patch.setattr(tracing, "write_program", _trace)
+
 ONNX_SETTINGS = {"method": "tomesd"}  # of the fixture `onnx_folder`
 
 

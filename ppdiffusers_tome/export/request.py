@@ -166,9 +166,7 @@ def make_configs(ratios: Iterable[float] | float | None, settings: Mapping[str, 
     return [ToMeConfig(ratio=ratio, **settings) for ratio in values]
 
 
-def list_merging(
-    configs: Sequence[ToMeConfig] | None, controlnet: bool | float
-) -> tuple[DenoiserMerging, ...] | None:
+def list_merging(configs: Sequence[ToMeConfig] | None, controlnet: bool | float) -> tuple[DenoiserMerging, ...] | None:
     """How the programs of a request merge, each ratio once; both models are plain at ratio 0.
 
     Args:

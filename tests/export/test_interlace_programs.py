@@ -4,6 +4,7 @@ import numpy as np
 import paddle
 import pytest
 from conftest import tiny_pipeline
+from exporting import export_linked
 from program_reader import read_program
 
 from ppdiffusers_tome import ToMeConfig
@@ -12,7 +13,7 @@ from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.export import export as export_module
 from ppdiffusers_tome.families.pipelines import vae_factor
-from ppdiffusers_tome.inference import OnnxRuntime, OpenVinoRuntime, PaddleRuntime, export_pipeline, read_manifest
+from ppdiffusers_tome.inference import OnnxRuntime, OpenVinoRuntime, PaddleRuntime, read_manifest
 from ppdiffusers_tome.methods.steps import PLAIN_STEPS
 from ppdiffusers_tome.methods.turns import turn_table
 from ppdiffusers_tome.run.folder import ExportedFolder
@@ -43,7 +44,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("interlace") / "export"
     pipe = tiny_pipeline()
     size = SIDE * vae_factor(pipe)
-    export_pipeline(pipe, folder, CONFIG.effective_ratio, [(size, size)], format="both", progress=False)
+    export_linked(pipe, folder, CONFIG.effective_ratio, [(size, size)], format="both")
     return folder
 
 
