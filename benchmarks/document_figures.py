@@ -205,8 +205,11 @@ def predicted_on_gpu(size: str) -> str:
 
 def of_sd15(backend: str, size: str, *name: str) -> tuple[dict[str, Any], str] | None:
     """An arm of Stable Diffusion 1.5's UNet on a CPU at batch 2, and the result that has it; None if none has."""
-    files = sorted(path.stem for path in RESULTS.glob("sd15_*.json"))
-    return next(((row, file) for file in files if (row := arm(file, " ".join(name), backend, size))), None)
+    for file in sorted(path.stem for path in RESULTS.glob("sd15_*.json")):
+        row = arm(file, " ".join(name), backend, size)
+        if row is not None and row["seconds"]:  # it may have failed there
+            return row, file
+    return None
 
 
 def on_cpu(backend: str, size: str, *name: str) -> str:
