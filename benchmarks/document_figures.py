@@ -17,7 +17,6 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -168,8 +167,8 @@ def gain_of(row: dict[str, Any] | None, file: str) -> str:
 
 
 def macs_saved(file: str, size: str, backend: str = EAGER) -> str:
-    """The share of the multiply-accumulates of a pass that merging by default saves, or todo where only it was run."""
-    row = arm(file, DEFAULT, backend, size) or arm(file, TODO, backend, size)
+    """The share of the multiply-accumulates of a pass that merging by default saves."""
+    row = arm(file, DEFAULT, backend, size)
     assert row is not None
     return f"{100 * (1 - row['macs'] / plain_of(row, file)['macs']):.0f} %"
 
@@ -593,25 +592,21 @@ def quality_parts() -> dict[str, Any]:
 
 
 def table_of_passes() -> str:
-    """Passes of UNets on a CPU at batch 2: each model, size, backend and number of threads, plain and merged.
-
-    Merged by default, or by todo where only that was timed.
-    """
+    """Passes of UNets on a CPU at batch 2: each model, size, backend and number of threads, plain and merged."""
     of_pair = [f"{arm}, {unit}" for unit in ("s", "GB") for arm in ("plain", "merged")]
-    head = ["UNet", "px", "threads", "backend", "merged by", *of_pair[:2], "gain", *of_pair[2:]]
+    head = ["UNet", "px", "threads", "backend", *of_pair[:2], "gain", *of_pair[2:]]
     rows, places = [], set[tuple]()
-    files = [path.stem for path in sorted(RESULTS.glob("*_unet.json")) + sorted(RESULTS.glob("sd15_*.json"))]
-    for name, file in product((DEFAULT, TODO), files):
+    for file in [path.stem for path in sorted(RESULTS.glob("*_unet.json")) + sorted(RESULTS.glob("sd15_*.json"))]:
         for row in arms(file):
             place = (row["model"], row["size"], read(file)["threads"], row["arm"].backend)
-            if (row["arm"].name, row["scope"], row["batch"]) != (name, "unet", 2) or place in places:
+            if (row["arm"].name, row["scope"], row["batch"]) != (DEFAULT, "unet", 2) or place in places:
                 continue
             places.add(place)
             pair = [plain_of(row, file), row]
             seconds = [f"{statistics.median(one['seconds']):.2f}" for one in pair]
             memory = [gigabytes(one) for one in pair]
             model, *others = (f"{one}" for one in place)
-            rows.append([Path(model).name, *others, name, *seconds, str(over_plain(row, file)), *memory])
+            rows.append([Path(model).name, *others, *seconds, str(over_plain(row, file)), *memory])
     return "\n".join(table(head, rows))
 
 
