@@ -603,7 +603,7 @@ def table_of_passes() -> str:
                 continue
             places.add(place)
             pair = [plain_of(row, file), row]
-            seconds = [f"{statistics.median(one['seconds']):.2f}" for one in pair]
+            seconds = [f"{statistics.median(one['seconds']):#.3g}" for one in pair]
             memory = [gigabytes(one) for one in pair]
             model, *others = (f"{one}" for one in place)
             rows.append([Path(model).name, *others, *seconds, str(over_plain(row, file)), *memory])
