@@ -336,7 +336,7 @@ def seconds_on_cpu(backend: str, size: str, *name: str) -> list[str]:
     if found is None:
         return [NOT_MEASURED] * 4
     seconds = [f"{statistics.median(one['seconds']):.1f} s" for one in (plain_of(*found), found[0])]
-    gained = on_cpu(backend, size, *name)
+    gained = str(over_plain(*found))
     return [*seconds, gained, of_image(gained)]
 
 
@@ -383,9 +383,9 @@ def demo(*name: str) -> list[str]:
 
 def exported_pass(size: str) -> str:
     """Seconds of a plain pass of Stable Diffusion 1.5 that is exported, in ONNX Runtime."""
-    row = arm(f"sd15_{size}_{ONNX_RUNTIME}", PLAIN, ONNX_RUNTIME, size)
-    assert row is not None
-    return f"{statistics.median(row['seconds']):.1f} s"
+    found = of_sd15(ONNX_RUNTIME, size, PLAIN)
+    assert found is not None
+    return f"{statistics.median(found[0]['seconds']):.1f} s"
 
 
 def rehearsed(command: str, unit: str) -> str:
