@@ -217,6 +217,13 @@ def sdxl_block(level: str, size: str, *name: str) -> str:
     return gain_of(row, "sdxl_blocks")
 
 
+def transformer_block(*scope: str) -> str:
+    """The gain of a block of FLUX or Wan by default, in eager mode."""
+    rows = [row for row in arms("flux_blocks") if row["scope"] == " ".join(scope)]
+    (merged,) = [row for row in rows if row["arm"].name == DEFAULT]
+    return gain_of(merged, "flux_blocks")
+
+
 def noise() -> str:
     """By how much a gain differs that was measured in several results; "" where fewer than 5 were."""
     repeated = defaultdict(list)
@@ -525,6 +532,7 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
     "false_claims": false_claims,
     "gains_found": gains_found,
     "sdxl_block": sdxl_block,
+    "transformer_block": transformer_block,
     "choice": choice,
     "by_runtime": by_runtime,
     "arm_psnr": arm_psnr,
