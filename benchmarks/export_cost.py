@@ -91,6 +91,11 @@ def measure(arguments: list[str], source: Path, is_unet: bool, keep: Path | None
     return {**figures, **of_images, "disk_bytes": disk}
 
 
+def commit_of(source: Path) -> str:
+    """The commit of a checkout."""
+    return subprocess.check_output(["git", "-C", str(source), "rev-parse", "HEAD"], text=True).strip()
+
+
 def report(result: dict[str, Any]) -> str:
     """The table of a result."""
     rows = []
@@ -124,7 +129,8 @@ def main() -> None:
         measured = read_json(IMAGE_CHECK)["exports"] if IMAGE_CHECK.is_file() else {}
         for name in options.only:
             keep = ROOT / EXPORT if name == SD15_512 else None  # sd15_rehearsal.py goes on with it
-            measured[name] = measure(EXPORTS_WITH_IMAGES[name], ROOT, is_unet=False, keep=keep)
+            figures = measure(EXPORTS_WITH_IMAGES[name], ROOT, is_unet=False, keep=keep)
+            measured[name] = {**figures, "commit": commit_of(ROOT)}
             print(name, measured[name], flush=True)
             write_result(
                 IMAGE_CHECK, make_result("image_check", "python benchmarks/export_cost.py images", exports=measured)
@@ -135,8 +141,7 @@ def main() -> None:
     without = [] if options.code == "before" else ["--no-image-check"]
     exports: dict[str, Any] = {name: dict(earlier["exports"].get(name, {})) for name in EXPORTS}
     for name in options.only:
-        commit = subprocess.check_output(["git", "-C", str(source), "rev-parse", "HEAD"], text=True).strip()
-        figures = {**measure([*EXPORTS[name], *without], source, options.unet), "commit": commit}
+        figures = {**measure([*EXPORTS[name], *without], source, options.unet), "commit": commit_of(source)}
         exports[name][options.code] = exports[name].get(options.code, {}) | figures
         print(name, exports[name][options.code], flush=True)
         write_result(RESULT, make_result("export_cost", "python benchmarks/export_cost.py measure", exports=exports))

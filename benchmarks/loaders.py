@@ -185,11 +185,11 @@ def main(argv=None) -> None:
     results = []
     for plain, merged in zip(options.plain, options.merged, strict=True):
         for loader in readers(merged):
-            row = {"folder": merged.name, "loader": loader, **measure(plain, merged, loader, options)}
+            row = {"folder": merged.name, "plain": plain.name, "loader": loader, **measure(plain, merged, loader, options)}
             results.append(row)
             medians = (f"{name} {statistics.median(rounds):.2f} s" for name, rounds in row["seconds"].items())
             nearness = f"{statistics.mean(row['psnr']):.1f} dB, worst {min(row['psnr']):.1f}"
-            print(f"{merged.name} in {loader}: {', '.join(medians)}, {nearness}", flush=True)
+            print(f"{merged.name} and {plain.name} in {loader}: {', '.join(medians)}, {nearness}", flush=True)
     if options.output is not None:
         versions = {name: importlib.metadata.version(name) for name in PACKAGES}
         about = {"kind": "loaders", "format": 2, "command": shlex.join(["python", *sys.argv])}
