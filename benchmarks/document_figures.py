@@ -446,6 +446,18 @@ def loader(name: str, made_by: str = "export") -> list[str]:
     of_optimum = "optimum_merged"
     rows = [row for row in read("loaders")["results"] if row["loader"] == name]
     (row,) = [row for row in rows if (row["folder"] == of_optimum) == (made_by == "merge-onnx")]
+    return gain_and_nearness(row)
+
+
+def int8(folder: str, plain: str) -> list[str]:
+    """As `loader`, of a folder that may be quantized, beside the images of another one."""
+    rows = [row for file in ("loaders_int8", "loaders_int8_weights") for row in read(file)["results"]]
+    (row,) = [row for row in rows if (row["folder"], row["plain"]) == (folder, plain)]
+    return gain_and_nearness(row)
+
+
+def gain_and_nearness(row: dict[str, Any]) -> list[str]:
+    """Of the images of a result of loaders.py: their gain, and their mean PSNR with the worst."""
     decibels = row["psnr"]
     gained = str(gain(row["seconds"]["plain"], row["seconds"]["merged"]))
     return [gained, f"{statistics.mean(decibels):.1f} ({min(decibels):.0f})"]
@@ -514,6 +526,7 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
     "predicted_on_gpu": predicted_on_gpu,
     "gpu_row": gpu_row,
     "loader": loader,
+    "int8": int8,
     "export_cost": export_cost,
     "image_check": image_check,
     "joint": joint,
