@@ -533,6 +533,7 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
     "joint_time": joint_time,
     "gpu_gain": gpu_gain,
     "cpu_gain": cpu_gain,
+    "on_cpu": on_cpu,
     "seconds_on_cpu": seconds_on_cpu,
     "milliseconds_on_gpu": milliseconds_on_gpu,
     "eager": eager,
