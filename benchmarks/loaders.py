@@ -185,7 +185,8 @@ def main(argv=None) -> None:
     results = []
     for plain, merged in zip(options.plain, options.merged, strict=True):
         for loader in readers(merged):
-            row = {"folder": merged.name, "plain": plain.name, "loader": loader, **measure(plain, merged, loader, options)}
+            folders = {"folder": merged.name, "plain": plain.name}
+            row = {**folders, "loader": loader, **measure(plain, merged, loader, options)}
             results.append(row)
             medians = (f"{name} {statistics.median(rounds):.2f} s" for name, rounds in row["seconds"].items())
             nearness = f"{statistics.mean(row['psnr']):.1f} dB, worst {min(row['psnr']):.1f}"
