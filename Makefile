@@ -150,7 +150,10 @@ bench: $(VENV)/.installed ## measure time and memory of passes, and write their 
 	$(SD15) --size 512 $(SD15_METHODS) method=tomesd,ratio=0.5 --backend onnxruntime --output $(RESULTS)/sd15_512_onnxruntime.json
 	$(SD15) --size 512 --arms plain tome --merging ratio=0.75 method=todo,ratio=0.75 --backend openvino --rounds 5 --output $(RESULTS)/sd15_512_openvino.json
 	$(SD15) --size 512 --arms plain tome --merging method=todo,ratio=0.75 --backend openvino --rounds 5 --output $(RESULTS)/sd15_512_openvino_todo.json
+	$(SD15) --size 512 --arms plain tome --rounds 9 --merging ratio=0.5 --backend openvino --output $(RESULTS)/sd15_512_openvino_half.json
+	$(SD15) --size 512 --arms plain tome --rounds 9 --merging method=tomesd,ratio=0.5 --backend openvino --output $(RESULTS)/sd15_512_openvino_tomesd.json
 	$(SD15) --size 512 $(SD15_METHODS) --backend openvino-bf16 --rounds 7 --output $(RESULTS)/sd15_512_openvino-bf16.json
+	$(SD15) --size 512 --arms plain tome --rounds 9 --merging method=todo,ratio=0.75 --backend openvino-bf16 --output $(RESULTS)/sd15_512_openvino-bf16_todo.json
 	$(SD15) --size 768 --arms plain tome --ratio 0.75 --backend onnxruntime --rounds 5 --output $(RESULTS)/sd15_768_onnxruntime.json
 	$(SD15) --size 768 --arms plain tome --ratio 0.75 --backend openvino --rounds 5 --output $(RESULTS)/sd15_768_openvino.json
 	$(SD15) --size 768 --arms plain tome --rounds 5 --merging ratio=0.5 method=todo,ratio=0.75 method=tomesd,ratio=0.5 --backend onnxruntime --output $(RESULTS)/sd15_768_onnxruntime_methods.json
