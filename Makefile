@@ -159,6 +159,7 @@ bench: $(VENV)/.installed ## measure time and memory of passes, and write their 
 	$(SD15) --size 768 --arms plain tome --rounds 5 --merging ratio=0.5 method=todo,ratio=0.75 method=tomesd,ratio=0.5 --backend onnxruntime --output $(RESULTS)/sd15_768_onnxruntime_methods.json
 	$(SD15) --size 768 --arms plain tome --rounds 5 --merging ratio=0.5 --backend openvino --output $(RESULTS)/sd15_768_openvino_half.json
 	$(SD15) --size 768 --arms plain tome --rounds 5 --merging method=todo,ratio=0.75 --backend openvino --output $(RESULTS)/sd15_768_openvino_todo.json
+	$(SD15) --size 768 --arms plain tome --rounds 7 --merging method=tomesd,ratio=0.5 --backend openvino --output $(RESULTS)/sd15_768_openvino_tomesd.json
 	OMP_NUM_THREADS=1 $(PY) benchmarks/sdxl_blocks.py --output $(RESULTS)/sdxl_blocks.json
 	$(BENCH) report $(RESULTS)/*.json --output $(RESULTS)/..
 
