@@ -144,7 +144,7 @@ SD15_METHODS = --arms plain tome --merging ratio=0.75 ratio=0.5 method=todo,rati
 
 bench: $(VENV)/.installed ## measure time and memory of passes, and write their report: hours
 	$(BENCH) $(SCENES) --backend eager predictor --arms plain memory-efficient tome both built-in $(METHODS) --threads 1 --output $(RESULTS)/scenes_unet.json
-	$(BENCH) $(SCENES) --backend predictor --arms plain tome --merging ratio=0.75 ratio=0.75,merge_steps=all --threads 1 --output $(RESULTS)/scenes_predictor.json
+	$(BENCH) $(SCENES) --backend predictor --arms plain tome --merging ratio=0.75 ratio=0.75,merge_steps=all --threads 1 --output $(RESULTS)/scenes_predictor_unet.json
 	$(BENCH) $(SCENES) --backend onnxruntime openvino openvino-bf16 --arms plain tome $(METHODS) --threads 1 --output $(RESULTS)/scenes_exported_unet.json
 	$(BENCH) --model examples/scenes_sd --size 128 192 256 --batch 2 4 --arms plain tome --ratio 0.5 0.75 0.9375 --threads 1 --output $(RESULTS)/scenes_sizes.json
 	$(SD15) --size 512 --arms plain memory-efficient tome both --rounds 3 --output $(RESULTS)/sd15_eager.json

@@ -44,6 +44,7 @@ MARKED = re.compile(r"<!--= (.+?) -->(.*?)<!--/-->")
 ROW = re.compile(r"^\| (.*) <!--: (.+?) --> \|$", re.MULTILINE)
 
 PLACE = ("model", "scope", "size", "batch")  # these fields identify the case of an arm
+SCENES, SD15 = "scenes_*unet.json", "sd15_*.json"  # results of passes on a CPU
 DEFAULT, TODO = "interlace 0.75", "todo 0.75"  # todo keeps as many keys, and was timed where interlace was not
 EVERY_STEP = samplers.ALL.name
 IN_CHINESE = {NO_DIFFERENCE: "无明显差异", TOO_FEW_ROUNDS: "轮数太少，无法判断", " of ": "/"}
@@ -131,6 +132,11 @@ def count(file: str, path: str) -> str:
     return f"{len(items)}"
 
 
+def results_like(files: str) -> list[str]:
+    """The names of the results whose files match a pattern."""
+    return sorted(path.stem for path in RESULTS.glob(files))
+
+
 def arms(file: str) -> list[dict[str, Any]]:
     """The measurements of a speed result, each with the fields of its case; none where there is no such result."""
     if not (RESULTS / f"{file}.json").exists():
@@ -196,20 +202,19 @@ def predicted_on_gpu(size: str) -> str:
     return gpu_onnx.predicted_gains(read("gpu_onnx")["rows"]).get((int(size), 2), NOT_MEASURED)
 
 
-def of_sd15(backend: str, size: str, *name: str) -> tuple[dict[str, Any], str] | None:
-    """An arm of Stable Diffusion 1.5's UNet on a CPU at batch 2, and the result that has it; None if none has.
+def least_gain(files: str, name: str, backend: str, size: int | str) -> tuple[dict[str, Any], str] | None:
+    """An arm of a UNet on a CPU at batch 2, and the result that has it, of `files`; None if none has.
 
     Of several results it is the one with the lowest gain.
     """
-    files = sorted(path.stem for path in RESULTS.glob("sd15_*.json"))
-    rows = [(arm(file, " ".join(name), backend, size), file) for file in files]
+    rows = [(arm(file, name, backend, size), file) for file in results_like(files)]
     measured = [(row, file) for row, file in rows if row is not None and row["seconds"]]  # it may have failed there
     return min(measured, key=lambda found: over_plain(*found).factor, default=None)
 
 
 def on_cpu(backend: str, size: str, *name: str) -> str:
-    """The gain of an arm of `of_sd15`."""
-    found = of_sd15(backend, size, *name)
+    """The gain of a pass of Stable Diffusion 1.5's UNet on a CPU by an arm, as `least_gain`."""
+    found = least_gain(SD15, " ".join(name), backend, size)
     return NOT_MEASURED if found is None else str(over_plain(*found))
 
 
@@ -229,7 +234,7 @@ def transformer_block(*scope: str) -> str:
 def noise() -> str:
     """By how much a gain differs that was measured in several results; "" where fewer than 5 were."""
     repeated = defaultdict(list)
-    for file in [path.stem for path in RESULTS.glob("*.json") if read(path.stem)["kind"] == "speed"]:
+    for file in [name for name in results_like("*.json") if read(name)["kind"] == "speed"]:
         for row in arms(file):
             if row["arm"].config and (row["arm"].by, row["arm"].attention) == (OURS, PLAIN) and row["seconds"]:
                 case = tuple(row[key] for key in PLACE)
@@ -323,10 +328,10 @@ def choice(*name: str) -> list[str]:
 
 def by_runtime(backend: str) -> list[str]:
     """The UNet of `scenes_sd` at 256 px in a runtime: milliseconds of plain and merged by default, and the gain."""
-    for file in ("scenes_exported_unet", "scenes_unet"):
-        if row := arm(file, DEFAULT, backend, 256):
-            return [milliseconds(plain_of(row, file)), milliseconds(row), gain_of(row, file)]
-    return [NOT_MEASURED] * 3
+    found = least_gain(SCENES, DEFAULT, backend, 256)
+    if found is None:
+        return [NOT_MEASURED] * 3
+    return [milliseconds(plain_of(*found)), milliseconds(found[0]), gain_of(*found)]
 
 
 def gpu_gain(size: str, batch: str = "2") -> list[str]:
@@ -341,7 +346,7 @@ def cpu_gain(backend: str, size: str) -> list[str]:
 
 def seconds_on_cpu(backend: str, size: str, *name: str) -> list[str]:
     """A pass of Stable Diffusion 1.5's UNet on a CPU: seconds plain and of an arm, and the gains of pass and image."""
-    found = of_sd15(backend, size, *name)
+    found = least_gain(SD15, " ".join(name), backend, size)
     if found is None:
         return [NOT_MEASURED] * 4
     seconds = [f"{statistics.median(one['seconds']):.1f} s" for one in (plain_of(*found), found[0])]
@@ -392,7 +397,7 @@ def demo(*name: str) -> list[str]:
 
 def exported_pass(size: str) -> str:
     """Seconds of a plain pass of Stable Diffusion 1.5 that is exported, in ONNX Runtime."""
-    found = of_sd15(ONNX_RUNTIME, size, PLAIN)
+    found = least_gain(SD15, PLAIN, ONNX_RUNTIME, size)
     assert found is not None
     return f"{statistics.median(found[0]['seconds']):.1f} s"
 
@@ -620,7 +625,7 @@ def table_of_passes() -> str:
     of_pair = [f"{arm}, {unit}" for unit in ("s", "GB") for arm in ("plain", "merged")]
     head = ["UNet", "px", "threads", "backend", *of_pair[:2], "gain", *of_pair[2:]]
     rows = []
-    for file in [path.stem for path in sorted(RESULTS.glob("*_unet.json")) + sorted(RESULTS.glob("sd15_*.json"))]:
+    for file in results_like(SCENES) + results_like(SD15):
         for row in arms(file):
             if (row["arm"].name, row["scope"], row["batch"]) != (DEFAULT, "unet", 2):
                 continue
